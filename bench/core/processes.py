@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -17,8 +16,10 @@ from pathlib import Path
 
 import grpc
 
+from bench.core.child import Child, module
 from bench.core.workspace import program
 from bench.serving import wire
+from bf16kit.protocol import inference_pb2 as pb
 
 _READY_TIMEOUT_S = 60.0
 _POLL_S = 0.005
@@ -32,18 +33,18 @@ class Server:
     ``http_port`` has its metrics, where it is one of ours.
     """
 
-    process: subprocess.Popen[str]
+    pid: int
     port: int
     started_s: float
     http_port: int = 0
 
     def cpu_seconds(self) -> float:
         """User and system time that the process and those it has started have used so far."""
-        return sum(map(_ticks, _process_tree(self.process.pid))) / os.sysconf("SC_CLK_TCK")
+        return sum(map(_ticks, _process_tree(self.pid))) / os.sysconf("SC_CLK_TCK")
 
     def own_cpu_seconds(self) -> float:
         """The same of the process alone, without those it has started, to the nanosecond."""
-        clock = (~self.process.pid << 3) | 2  # Linux' name for a process' CPU clock: MAKE_PROCESS_CPUCLOCK(pid, SCHED)
+        clock = (~self.pid << 3) | 2  # Linux' name for a process' CPU clock: MAKE_PROCESS_CPUCLOCK(pid, SCHED)
         return time.clock_gettime(clock)
 
 
@@ -71,7 +72,7 @@ def _process_tree(pid: int) -> list[int]:
 
 def proportional_bytes(server: Server) -> int:
     """The memory of the process and of those it has started, what they share counted once (PSS)."""
-    return sum(_proportional(pid) for pid in _process_tree(server.process.pid))
+    return sum(_proportional(pid) for pid in _process_tree(server.pid))
 
 
 def _proportional(pid: int) -> int:
@@ -127,7 +128,7 @@ def _running(
         )
     try:
         _wait_until_ready(process, port, log, model)
-        yield Server(process, port, time.perf_counter() - started)
+        yield Server(process.pid, port, time.perf_counter() - started)
     finally:
         _stop(process)
 
@@ -136,13 +137,8 @@ def _running(
 def bare_handler(graph: Path) -> Iterator[Server]:
     """The bare handler of :mod:`bench.serving.bare` around ``graph``."""
     started = time.perf_counter()
-    command = [sys.executable, "-m", "bench.serving.bare", str(graph)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield Server(process, int(process.stdout.readline()), time.perf_counter() - started)
-    finally:
-        _stop(process)
+    with Child(module("bench.serving.bare", str(graph))) as child:
+        yield Server(child.pid, child.ask("port"), time.perf_counter() - started)
 
 
 def _free_ports(count: int) -> list[int]:
@@ -163,7 +159,8 @@ def _wait_until_ready(process: subprocess.Popen[str], port: int, log: Path, mode
         ready_call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(
             wire.MODEL_READY if model else wire.SERVER_READY
         )
-        while not _is_ready(ready_call, wire.ready_request(model) if model else b""):
+        request = pb.ModelReadyRequest(name=model).SerializeToString() if model else b""
+        while not _is_ready(ready_call, request):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the server did not become ready:\n{log.read_text()[-4000:]}")
             time.sleep(_POLL_S)
@@ -171,7 +168,7 @@ def _wait_until_ready(process: subprocess.Popen[str], port: int, log: Path, mode
 
 def _is_ready(ready_call: grpc.UnaryUnaryMultiCallable[bytes, bytes], request: bytes) -> bool:
     try:
-        return wire.is_ready(ready_call(request, timeout=1))
+        return pb.ModelReadyResponse.FromString(ready_call(request, timeout=1)).ready  # the server's is alike
     except grpc.RpcError:
         return False
 
@@ -183,5 +180,3 @@ def _stop(process: subprocess.Popen[str]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    if process.stdout is not None:
-        process.stdout.close()

@@ -1,7 +1,7 @@
 """An ONNX file in PyTriton: ``pytriton_onnx.py FILE NAME GRPC_PORT HTTP_PORT METRICS_PORT JSON``.
 
 Runs in PyTriton's own environment, so it imports nothing of this project. JSON: ``instances`` of the function,
-``threads`` of one run (absent: ONNX Runtime's defaults), ``delay_us`` of the dynamic batcher, ``max_batch_size``.
+``threads`` of one run (absent: ONNX Runtime's defaults).
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ def main(file: str, name: str, grpc_port: int, http_port: int, metrics_port: int
         return [Tensor(name=v.name, dtype=_NUMPY[v.type], shape=s) for v, s in zip(values, shapes, strict=True)]
 
     config = TritonConfig(grpc_port=grpc_port, http_port=http_port, metrics_port=metrics_port, log_verbose=0)
-    batcher = DynamicBatcher(max_queue_delay_microseconds=how.get("delay_us", 0))
-    model = ModelConfig(max_batch_size=how.get("max_batch_size", 32), batcher=batcher)
+    model = ModelConfig(max_batch_size=32, batcher=DynamicBatcher(max_queue_delay_microseconds=0))
     with Triton(config=config) as triton:
         functions = [infer] * how.get("instances", 1)
         triton.bind(

@@ -2,7 +2,7 @@
 
 A synchronous grpcio handler that parses the request, runs the session and serialises the reply: no checks, no batching,
 no metrics, no errors in words. It answers the same bytes as `bf16-serve`, from a session opened with the same options.
-Prints its port, then serves until it is terminated.
+It tells its port to who asks, and serves until its input ends.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import numpy as np
 
+from bench.core.child import answer_all
 from bench.serving import wire
 from bf16kit.numerics.tensors import BY_OIP
 from bf16kit.protocol import inference_pb2 as pb
@@ -55,8 +56,7 @@ def serve(graph: Path) -> None:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(wire.SERVICE, methods),))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    print(port, flush=True)
-    server.wait_for_termination()
+    answer_all(lambda _: port)  # until its input ends
 
 
 if __name__ == "__main__":

@@ -1,39 +1,28 @@
 """The client process of the latency and throughput benchmarks, and the handle a benchmark holds on it.
 
-It sends the same serialised bytes again and again and never parses a reply. The benchmark writes these bytes and then
-one JSON command per line to its standard input, and reads one JSON answer per line. So blocks against two servers can
-take turns while both clients stay connected and warm.
+It sends the same serialised bytes again and again and never parses a reply. So blocks against two servers can take
+turns while both clients stay connected and warm.
 """
 
 from __future__ import annotations
 
 import json
 import resource
-import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import grpc
 
+from bench.core.child import Child, answer_all, module
 from bench.serving import wire
-from bench.serving.http2 import Connection, keep_open
-
-
-@dataclass(frozen=True, slots=True)
-class Latency:
-    """Of one block of calls, one in flight, in seconds."""
-
-    p50: float
-    p99: float
+from bench.serving.http2 import closed_loop
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Of one block with several calls in flight; ``client_cpu_s`` is what the client itself used, in seconds.
+    """Of one block of calls; ``client_cpu_s`` is what the client itself used, in seconds.
 
     ``p50`` and ``p99`` are of the calls' own seconds.
     """
@@ -50,86 +39,51 @@ class Load:
         return self.calls / self.seconds
 
 
-class Client:
+class Client(Child):
     """A client process for one server: start it with the serialised ``request``, leave it to end it."""
 
     def __init__(self, port: int, request: bytes) -> None:
-        command = [sys.executable, "-m", "bench.serving.client", str(port)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert self._process.stdin is not None
-        self._process.stdin.write(request.hex() + "\n")  # megabytes would not fit an argument
-        self._process.stdin.flush()
+        super().__init__(module("bench.serving.client", str(port)))
+        self.send(request.hex())  # megabytes would not fit an argument
 
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.communicate()  # the end of its input ends it
-
-    def latency(self, calls: int) -> Latency:
-        """Percentiles over ``calls`` calls, each sent when the one before has been answered."""
-        return Latency(**self._do("latency", calls=calls))
+    def latency(self, calls: int) -> Load:
+        """Of ``calls`` calls of grpcio's client, each made when the one before has been answered."""
+        return Load(**self.ask({"calls": calls}))
 
     def load(self, in_flight: int, seconds: float, connections: int = 1) -> Load:
         """``in_flight`` calls kept open for ``seconds`` by :mod:`bench.serving.http2`.
 
         Several ``connections`` are for servers of several processes: each of them belongs to one.
         """
-        return Load(**self._do("load", in_flight=in_flight, seconds=seconds, connections=connections))
-
-    def _do(self, command: str, **arguments: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([command, arguments]) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"the client process ended with exit code {self._process.wait()}; its error is above")
-        found: dict[str, Any] = json.loads(answer)
-        return found
+        return Load(**self.ask({"in_flight": in_flight, "seconds": seconds, "connections": connections}))
 
 
 # --- inside the client process ----------------------------------------------------------------------------------------
 
 
-class _Caller:
-    """Calls one server with one request."""
+def _main(port: int) -> None:
+    request = bytes.fromhex(json.loads(sys.stdin.readline()))
+    # Without serialisers it takes and gives bytes.
+    channel = grpc.insecure_channel(f"127.0.0.1:{port}", [("grpc.max_receive_message_length", -1)])
+    call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(wire.INFER)
 
-    def __init__(self, port: int, request: bytes) -> None:
-        self._port = port
-        self._request = request
-        channel = grpc.insecure_channel(f"127.0.0.1:{port}", [("grpc.max_receive_message_length", -1)])
-        # Without serialisers it takes and gives bytes.
-        self._call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(wire.INFER)
-
-    def latency(self, calls: int) -> dict[str, float]:
-        call, request, clock = self._call, self._request, time.perf_counter
-        durations = []
+    def one_by_one(calls: int) -> list[float]:
+        clock, took = time.perf_counter, []
         for _ in range(calls):
             started = clock()
             call(request)
-            durations.append(clock() - started)
-        return _percentiles(durations)
+            took.append(clock() - started)
+        return took
 
-    def load(self, in_flight: int, seconds: float, connections: int) -> dict[str, float]:
-        took: list[float] = []
-        expected = len(self._call(self._request))
-        opened = [Connection(self._port, wire.INFER, self._request, expected, took.append) for _ in range(connections)]
+    def act(asked: dict[str, Any]) -> dict[str, float]:
         cpu, started = _cpu_seconds(), time.perf_counter()
-        try:
-            calls = keep_open(opened, in_flight, seconds)
-        finally:
-            for connection in opened:
-                connection.close()
-        elapsed = time.perf_counter() - started
-        return {"calls": calls, "seconds": elapsed, "client_cpu_s": _cpu_seconds() - cpu, **_percentiles(took)}
+        took = one_by_one(**asked) if "calls" in asked else closed_loop(port, wire.INFER, request, **asked)
+        seconds, used = time.perf_counter() - started, _cpu_seconds() - cpu
+        took.sort()
+        p50, p99 = took[len(took) // 2], took[len(took) * 99 // 100]
+        return {"calls": len(took), "seconds": seconds, "client_cpu_s": used, "p50": p50, "p99": p99}
 
-
-def _percentiles(seconds: list[float]) -> dict[str, float]:
-    seconds.sort()
-    return {"p50": seconds[len(seconds) // 2], "p99": seconds[len(seconds) * 99 // 100]}
+    answer_all(act)
 
 
 def _cpu_seconds() -> float:
@@ -137,16 +91,5 @@ def _cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _main(port: int, request: bytes) -> None:
-    caller = _Caller(port, request)
-    commands: dict[str, Callable[..., dict[str, float]]] = {
-        "latency": caller.latency,
-        "load": caller.load,
-    }
-    for line in sys.stdin:
-        command, arguments = json.loads(line)
-        print(json.dumps(commands[command](**arguments)), flush=True)
-
-
 if __name__ == "__main__":
-    _main(int(sys.argv[1]), bytes.fromhex(sys.stdin.readline()))
+    _main(int(sys.argv[1]))

@@ -12,23 +12,21 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from itertools import permutations
+from functools import partial
 from pathlib import Path
 from statistics import median
-
-import numpy as np
 
 from bench.core import models
 from bench.core.grid import Grid
 from bench.core.processes import Server, bf16_serve, drift_samples
 from bench.core.results import Measurement, Result
-from bench.core.verdict import estimate
+from bench.core.rounds import Effort, Round, Turn, samples, take_turns
+from bench.core.verdict import FEWEST_PROCESSES, ratio, typical
 from bench.core.workspace import Workspace
 from bench.serving import wire
-from bench.serving.client import Client, Load
+from bench.serving.client import Client
 
 OFF, DEFAULTS, TENTH = "off", "defaults", "tenth"
 _SHADOWS = {
@@ -36,47 +34,16 @@ _SHADOWS = {
     DEFAULTS: "",
     TENTH: "shadow: {rate: 0.1, max_per_second: 10000}\n",
 }
-# Over those without a shadow, in the order of _WHAT.
-_GOALS = {DEFAULTS: (1.01, 1.02, 1.01), TENTH: (1.05, 1.05, 1.05)}
+_TIME, _P99, _BUSY = "time per request", "p99", "server's processor time per request"
+# Over those without a shadow.
+_GOALS = {DEFAULTS: {_TIME: 1.01, _P99: 1.02, _BUSY: 1.01}, TENTH: {_TIME: 1.05, _P99: 1.05, _BUSY: 1.05}}
 _IN_FLIGHT = (16, 1)
 _READY_S = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Effort:
-    rounds: int
-    turns: int
-    seconds: float  # of each turn; as much again as a quarter of it goes before and is not measured
-
-
-_FULL, _QUICK = _Effort(5, 6, 0.6), _Effort(1, 2, 0.4)
+# Each side is as often first, second and last. As much again as a quarter of a turn goes before, and is not measured.
+_FULL, _QUICK = Effort(FEWEST_PROCESSES, 6, 0.6), Effort(1, 2, 0.4)
 _STILL_S, _SETTLED_S = 0.06, 3.0  # the server idle for so long has nothing left to measure; waited for at most
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """Requests of one side, and the processor time that the server's own process took for them, in seconds."""
-
-    load: Load
-    busy: float
-
-
-_WHAT: Mapping[str, Callable[[_Turn], float]] = {
-    "time per request": lambda turn: 1 / turn.load.rate,
-    "p99": lambda turn: turn.load.p99,
-    "server's processor time per request": lambda turn: turn.busy / turn.load.calls,
-}
-
-
-@dataclass(slots=True)
-class _Found:
-    """Of one model and number in flight: turns by side, by round."""
-
-    turns: dict[str, list[list[_Turn]]] = field(default_factory=lambda: {side: [] for side in _SHADOWS})
-
-    def typical(self, what: str) -> list[float]:
-        """The median of all turns, by side."""
-        return [median(_WHAT[what](turn) for turns in self.turns[side] for turn in turns) for side in _SHADOWS]
+_OUTCOMES = ("measured", "dropped")
+_COLUMNS = tuple(f"{side}: {what}" for side in _GOALS for what in _OUTCOMES)
 
 
 def measure(workspace: Workspace, *, quick: bool) -> Result:
@@ -86,26 +53,23 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
         "MiniLM": (workspace.minilm(), models.minilm_feeds(1)),
         "MLP": (workspace.mlp(), models.mlp_feeds(rows=1)),
     }
-    measurements: list[Measurement] = []
-    rates: dict[str, list[float]] = {}
-    late: dict[str, list[float]] = {}
-    busy: dict[str, list[float]] = {}
+    found: dict[str, list[Round]] = {}
     shares: dict[str, list[float]] = {}
     for name, (artifact, feeds) in cases.items():
         repository = _repository(workspace, artifact)
         requests = {side: wire.infer_request(side, feeds) for side in _SHADOWS}
-        found = {number: _Found() for number in _IN_FLIGHT}
-        samples = [_round(repository, workspace.root, requests, found, effort) for _ in range(effort.rounds)]
-        for number, of in found.items():
-            label = f"{name}, {number} in flight"
-            measurements += _judged(label, of)
-            rates[label] = [1 / seconds for seconds in of.typical("time per request")]
-            late[label] = [1e3 * seconds for seconds in of.typical("p99")]
-            busy[label] = [1e6 * seconds for seconds in of.typical("server's processor time per request")]
-        shares[name] = _shares(samples)
+        labels = {f"{name}, {number} in flight": number for number in _IN_FLIGHT}
+        found |= {label: [] for label in labels}
+        outcomes = [_round(repository, workspace.root, requests, labels, found, effort) for _ in range(effort.rounds)]
+        shares[name] = [100 * median(each[column] for each in outcomes) for column in _COLUMNS]
+
+    def grid(title: str, unit: str, what: str, cell: Callable[[float], float]) -> Grid:
+        rows = {label: [cell(typical(of)) for of in samples(rounds, what).values()] for label, rounds in found.items()}
+        return Grid(title, unit, tuple(_SHADOWS), rows)
+
     return Result(
         "drift_overhead",
-        tuple(measurements),
+        tuple(each for label, rounds in found.items() for each in _judged(label, rounds)),
         settings={
             "shadow": {side: text.strip() or "defaults" for side, text in _SHADOWS.items()},
             "rounds": effort.rounds,
@@ -118,58 +82,52 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
             "clients, server and the reference's process share the cores",
         ),
         grids=(
-            Grid("requests per second", "1/s", tuple(_SHADOWS), rates),
-            Grid("p99", "ms", tuple(_SHADOWS), late),
-            Grid("server's processor time per request", "µs", tuple(_SHADOWS), busy),
+            grid("requests per second", "1/s", _TIME, lambda seconds: 1 / seconds),
+            grid(_P99, "ms", _P99, lambda seconds: 1e3 * seconds),
+            grid(_BUSY, "µs", _BUSY, lambda seconds: 1e6 * seconds),
             Grid("rows, in percent of requests", "", _COLUMNS, shares),
         ),
     )
 
 
-_COLUMNS = tuple(f"{side}: {what}" for side in (DEFAULTS, TENTH) for what in ("measured", "dropped"))
-
-
-def _judged(label: str, found: _Found) -> list[Measurement]:
-    measurements = []
+def _judged(label: str, rounds: Sequence[Round]) -> Iterator[Measurement]:
+    detail = "over that without a shadow, in the same turn"
     for side, goals in _GOALS.items():
-        for (what, value), goal in zip(_WHAT.items(), goals, strict=True):
-            ratios = [
-                np.array([value(turn) / value(base) for turn, base in zip(turns, bases, strict=True)])
-                for turns, bases in zip(found.turns[side], found.turns[OFF], strict=True)
-            ]
-            detail = "over that without a shadow, in the same turn"
-            measurements.append(
-                Measurement.of(f"{label}: {what}, {side}", estimate(ratios), at_most=goal, detail=detail)
-            )
-    return measurements
+        for what, at_most in goals.items():
+            of = samples(rounds, what)
+            yield Measurement.of(f"{label}: {what}, {side}", ratio(of[side], of[OFF]), at_most=at_most, detail=detail)
 
 
 def _round(
-    repository: Path, root: Path, requests: Mapping[str, bytes], found: Mapping[int, _Found], effort: _Effort
-) -> dict[tuple[str, str], float]:
+    repository: Path,
+    root: Path,
+    requests: Mapping[str, bytes],
+    labels: Mapping[str, int],
+    found: Mapping[str, list[Round]],
+    effort: Effort,
+) -> dict[str, float]:
     """Adds what was found; what became of samples, in rows per request, by side and outcome."""
     with ExitStack() as stack:
         server = stack.enter_context(bf16_serve(repository, root / "drift_overhead.log"))
         clients = {side: stack.enter_context(Client(server.port, request)) for side, request in requests.items()}
         _wait_for_references(server, clients)
         before, calls = drift_samples(server), dict.fromkeys(clients, 0)
-        orders = list(permutations(clients))  # each side is as often first, second and last
-        for number, into in found.items():
-            turns: dict[str, list[_Turn]] = {side: [] for side in clients}
-            for turn in range(effort.turns):
-                for side in orders[turn % len(orders)]:
-                    warm = clients[side].load(number, effort.seconds / 4)
-                    busy = server.own_cpu_seconds()
-                    load = clients[side].load(number, effort.seconds)
-                    _settle(server)
-                    turns[side].append(_Turn(load, server.own_cpu_seconds() - busy))
-                    calls[side] += warm.calls + load.calls
-            for side, taken in turns.items():
-                into.turns[side].append(taken)
+
+        def turn(side: str, number: int) -> Turn:
+            warm = clients[side].load(number, effort.seconds / 4)
+            busy = server.own_cpu_seconds()
+            load = clients[side].load(number, effort.seconds)
+            _settle(server)
+            calls[side] += warm.calls + load.calls
+            return {_TIME: 1 / load.rate, _P99: load.p99, _BUSY: (server.own_cpu_seconds() - busy) / load.calls}
+
+        for label, number in labels.items():
+            found[label].append(take_turns({side: partial(turn, side, number) for side in clients}, effort.turns))
         after = drift_samples(server)
         return {
-            (side, outcome): (count - before.get((side, outcome), 0)) / calls[side]
-            for (side, outcome), count in after.items()
+            f"{side}: {what}": (after.get((side, what), 0.0) - before.get((side, what), 0.0)) / calls[side]
+            for side in _GOALS
+            for what in _OUTCOMES
         }
 
 
@@ -179,10 +137,10 @@ def _wait_for_references(server: Server, clients: Mapping[str, Client]) -> None:
     while time.monotonic() < deadline:
         for client in clients.values():
             client.load(4, 0.3)
-        samples = drift_samples(server)
-        if all(samples.get((side, "measured"), 0) > 0 for side in (DEFAULTS, TENTH)):
+        found = drift_samples(server)
+        if all(found.get((side, "measured"), 0) > 0 for side in _GOALS):
             return
-    raise RuntimeError(f"no live drift was measured within {_READY_S:g} s: {samples}")
+    raise RuntimeError(f"no live drift was measured within {_READY_S:g} s: {found}")
 
 
 def _settle(server: Server) -> None:
@@ -193,14 +151,6 @@ def _settle(server: Server) -> None:
         time.sleep(_STILL_S)
         if server.cpu_seconds() - before < _STILL_S / 4:
             return
-
-
-def _shares(rounds: Sequence[Mapping[tuple[str, str], float]]) -> list[float]:
-    return [
-        100 * median(each.get((side, what), 0.0) for each in rounds)
-        for side in (DEFAULTS, TENTH)
-        for what in ("measured", "dropped")
-    ]
 
 
 def _repository(workspace: Workspace, artifact: Path) -> Path:

@@ -13,12 +13,11 @@ from contextlib import AbstractContextManager
 from statistics import median
 
 import grpc
-import numpy as np
 
 from bench.core import models
 from bench.core.processes import Server, bare_handler, bf16_serve, drift_samples, proportional_bytes
 from bench.core.results import Measurement, Result
-from bench.core.verdict import FEWEST_PROCESSES, estimate
+from bench.core.verdict import FEWEST_PROCESSES, ratio
 from bench.core.workspace import Workspace
 from bench.kernel.models import fp32_graph
 from bench.serving import wire
@@ -78,7 +77,7 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
 
 
 def _ratio(name: str, above: list[int], below: list[int]) -> Measurement:
-    return Measurement.of(name, estimate([np.array([a / b]) for a, b in zip(above, below, strict=True)]))
+    return Measurement.of(name, ratio([[[a]] for a in above], [[[b]] for b in below]))
 
 
 def _ask(port: int, request: bytes) -> None:

@@ -9,17 +9,19 @@ attack a server use it, too: it tells how each call ended, also where the server
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from bench.serving.generator import CODES, NOT_SENT
+from bench.core.child import Child, module
+from bench.serving import wire
+from bench.serving.http2 import CODES, NOT_SENT, Connection, drive
 
 _NAMES = frozenset(CODES.values())
-_ROOT = Path(__file__).parents[2]
+_REMEMBERED = 100  # different answers and texts of errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Outcome:
     """What became of a block of calls: of each, when it was due (:func:`time.monotonic`), the seconds that it took from
     then, and those from when it was sent.
 
-    ``ended`` has them by the name of their status, or a word of :mod:`bench.serving.generator`. ``answers`` counts the
+    ``ended`` has them by the name of their status, or a word of :mod:`bench.serving.http2`. ``answers`` counts the
     different answers to each message, ``said`` the texts that came with each status.
     """
 
@@ -61,56 +63,74 @@ class Outcome:
         return {status: len(calls) for status, calls in self.ended.items()}
 
     def percentile(self, of: str, share: float) -> float:
-        """``of``: answered, served, refused, or the name of a status. NaN when there are none."""
-        kinds = {"answered": self.answered, "served": self.served, "refused": self.refused}
-        times = sorted(kinds[of] if of in kinds else [took for _, took, _ in self.ended.get(of, [])])
+        """``of``: answered, served or refused. NaN when there are none."""
+        times = sorted({"answered": self.answered, "served": self.served, "refused": self.refused}[of])
         return times[min(len(times) - 1, int(len(times) * share))] if times else float("nan")
 
 
 class Offering:
-    """Load under way: a process that sends each of ``messages`` in turn, ``rate`` calls a second for ``seconds``.
-
-    They are due evenly spaced; with ``seed``, at random as a Poisson process is, and each is one of ``messages`` drawn.
-    """
+    """Load under way: a process that sends each of ``messages`` to ModelInfer in turn, ``rate`` calls a second, evenly
+    spaced, for ``seconds``."""
 
     def __init__(
-        self,
-        port: int,
-        messages: Sequence[bytes],
-        *,
-        rate: float,
-        seconds: float,
-        connections: int = 16,
-        seed: int | None = None,
+        self, port: int, messages: Sequence[bytes], *, rate: float, seconds: float, connections: int = 16
     ) -> None:
-        command = [
-            sys.executable,
-            "-m",
-            "bench.serving.generator",
-            str(port),
-            str(rate),
-            str(seconds),
-            str(connections),
-        ]
-        command += [] if seed is None else [str(seed)]
-        self._process = subprocess.Popen(
-            command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n".join(message.hex() for message in messages))
-        self._process.stdin.close()
-        self._process.stdin = None
+        self._child = Child(module("bench.serving.openloop"))
+        self._child.send([port, [message.hex() for message in messages], rate, seconds, connections])
 
     def outcome(self) -> Outcome:
         """Waits for the end."""
-        output, errors = self._process.communicate()
-        if self._process.returncode:
-            raise RuntimeError(f"the load generator failed: {errors[-2000:]}")
-        found: dict[str, Any] = json.loads(output)
+        with self._child as child:
+            found: dict[str, Any] = child.answer()
         answers = [{bytes.fromhex(answer): count for answer, count in of.items()} for of in found["answers"]]
         return Outcome(found["offered"], found["ended"], answers, found["said"])
 
 
-def offer(port: int, message: bytes, *, rate: float, seconds: float, connections: int = 16) -> Outcome:
-    """Send ``message`` to ModelInfer ``rate`` times a second for ``seconds``, from another process."""
-    return Offering(port, [message], rate=rate, seconds=seconds, connections=connections).outcome()
+# --- inside the process -----------------------------------------------------------------------------------------------
+
+
+class _Ledger:
+    """How calls ended."""
+
+    def __init__(self, messages: int) -> None:
+        self._ended: dict[str, list[tuple[float, float, float]]] = {}
+        self._answers = [Counter[bytes]() for _ in range(messages)]
+        self._said: dict[str, Counter[str]] = {}
+
+    def end(self, message: int, status: str, due: float, sent: float | None, data: bytes) -> None:
+        now = time.monotonic()
+        self._ended.setdefault(status, []).append((due, now - due, 0.0 if sent is None else now - sent))
+        if status == "OK":
+            _count(self._answers[message], data)
+        elif data:
+            _count(self._said.setdefault(status, Counter()), data.decode("ascii", "replace"))
+
+    def report(self) -> dict[str, Any]:
+        offered = sum(map(len, self._ended.values()))
+        answers = [{answer.hex(): count for answer, count in of.items()} for of in self._answers]
+        return {"offered": offered, "ended": self._ended, "answers": answers, "said": self._said}
+
+
+def _count(counter: Counter[Any], item: Any) -> None:
+    if item in counter or len(counter) < _REMEMBERED:
+        counter[item] += 1
+
+
+def _run(port: int, texts: Sequence[str], rate: float, seconds: float, connections: int) -> dict[str, Any]:
+    ledger, messages = _Ledger(len(texts)), [bytes.fromhex(text) for text in texts]
+    opened = [Connection(port, wire.INFER, messages, ledger.end) for _ in range(connections)]
+    started, total, sent = time.monotonic(), round(rate * seconds), 0
+
+    def offer(now: float) -> float | None:
+        nonlocal sent
+        while sent < total and (due := started + sent / rate) <= now:
+            opened[sent % connections].send(sent % len(messages), due)
+            sent += 1
+        return None if sent == total else due - now
+
+    drive(opened, offer)
+    return ledger.report()
+
+
+if __name__ == "__main__":
+    print(json.dumps(_run(*json.loads(sys.stdin.readline()))), flush=True)

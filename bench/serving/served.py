@@ -8,20 +8,20 @@ kernel put its threads: hence fresh processes in each round, and a round is one 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from bench.core import models
 from bench.core.processes import Server, bare_handler, bf16_serve
 from bench.core.results import Measurement, Result
-from bench.core.verdict import FEWEST_PROCESSES, estimate
+from bench.core.rounds import Effort, Round, Turn, samples, take_turns
+from bench.core.verdict import FEWEST_PROCESSES, ratio, typical
 from bench.core.workspace import Workspace
 from bench.kernel.models import fp32_graph
 from bench.serving import wire
@@ -30,19 +30,10 @@ from bench.serving.client import Client
 OURS, BARE = "bf16-serve", "a bare handler"
 _IN_FLIGHT = 8
 _P50, _P99, _BUSY = "p50", "p99", f"processor time per request, {_IN_FLIGHT} in flight"
-_AT_MOST = {"MLP": 1.15}  # of p50
+_AT_MOST = {("MLP", _P50): 1.15}
 _WARM_UP = 200
 _US = 1e6
-
-
-@dataclass(frozen=True, slots=True)
-class _Effort:
-    rounds: int
-    blocks: int
-    seconds: float  # of a block with several in flight
-
-
-_FULL, _QUICK = _Effort(FEWEST_PROCESSES, 6, 1.0), _Effort(1, 2, 0.3)
+_FULL, _QUICK = Effort(FEWEST_PROCESSES, 6, 1.0), Effort(1, 2, 0.3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,33 +63,26 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
             "models": "16→64→16 MLP, the same graph on both sides; MiniLM, one row of 16 tokens, bare in fp32",
             "serving": "defaults",
             "rounds": effort.rounds,
-            "blocks_per_round": effort.blocks,
+            "blocks_per_round": effort.turns,
         },
         notes=("the client's own time is part of both sides' latency",),
     )
 
 
-_Blocks = dict[str, list[dict[str, float]]]  # of a round, by side
-
-
-def _measurements(name: str, rounds: Sequence[_Blocks]) -> list[Measurement]:
-    found = []
-    for what in (_P50, _P99, _BUSY):
-        ratios = [np.array([a[what] / b[what] for a, b in zip(of[OURS], of[BARE], strict=True)]) for of in rounds]
-        at_most = _AT_MOST.get(name) if what == _P50 else None
-        found.append(Measurement.of(f"{name}: {what}, {OURS} ÷ {BARE}", estimate(ratios), at_most=at_most))
+def _measurements(name: str, rounds: Sequence[Round]) -> Iterator[Measurement]:
+    seconds = {what: samples(rounds, what) for what in (_P50, _P99, _BUSY)}
+    for what, of in seconds.items():
+        at_most = _AT_MOST.get((name, what))
+        yield Measurement.of(f"{name}: {what}, {OURS} ÷ {BARE}", ratio(of[OURS], of[BARE]), at_most=at_most)
     for side in (OURS, BARE):
-        for what in (_P50, _P99, _BUSY):
-            typical = median(block[what] for of in rounds for block in of[side])
-            found.append(Measurement(f"{name}: {what}, {side}", typical * _US, "µs"))
-    return found
+        for what, of in seconds.items():
+            yield Measurement(f"{name}: {what}, {side}", typical(of[side]) * _US, "µs")
 
 
-def _round(workspace: Workspace, name: str, case: _Case, effort: _Effort) -> _Blocks:
+def _round(workspace: Workspace, name: str, case: _Case, effort: Effort) -> Round:
     """Blocks against one fresh process of each side."""
     repository = workspace.repository(f"served_{name}", case.artifact)
     request = wire.infer_request(case.artifact.parent.name, case.feeds)
-    blocks: _Blocks = {OURS: [], BARE: []}
     with ExitStack() as stack:
         servers = {
             OURS: stack.enter_context(bf16_serve(repository, workspace.root / "served.log")),
@@ -107,15 +91,11 @@ def _round(workspace: Workspace, name: str, case: _Case, effort: _Effort) -> _Bl
         clients = {side: stack.enter_context(Client(server.port, request)) for side, server in servers.items()}
         for client in clients.values():
             client.latency(_WARM_UP)
-        for number in range(effort.blocks):
-            for side in (OURS, BARE) if number % 2 == 0 else (BARE, OURS):
-                blocks[side].append(_block(servers[side], clients[side], case.calls, effort.seconds))
-    return blocks
 
+        def block(server: Server, client: Client) -> Turn:
+            latency = client.latency(case.calls)
+            before = server.cpu_seconds()
+            load = client.load(_IN_FLIGHT, effort.seconds)
+            return {_P50: latency.p50, _P99: latency.p99, _BUSY: (server.cpu_seconds() - before) / load.calls}
 
-def _block(server: Server, client: Client, calls: int, seconds: float) -> dict[str, float]:
-    """In seconds."""
-    latency = client.latency(calls)
-    before = server.cpu_seconds()
-    load = client.load(_IN_FLIGHT, seconds)
-    return {_P50: latency.p50, _P99: latency.p99, _BUSY: (server.cpu_seconds() - before) / load.calls}
+        return take_turns({side: partial(block, servers[side], clients[side]) for side in servers}, effort.turns)

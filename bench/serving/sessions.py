@@ -7,20 +7,16 @@ with rows per second. Sessions are kept, so turns of one layout cost no load.
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 
 from bench.core import models
+from bench.core.child import Child, answer_all, module
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.runtime import Runtime, loading
-
-_ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,31 +36,15 @@ class Batches:
         return f"{self.at_once} at once of {self.rows} × {self.tokens}, {where} of {self.threads} threads"
 
 
-class Sessions:
-    """The process. A context manager."""
+class Sessions(Child):
+    """The process."""
 
     def __init__(self, artifact: Path, profile: str) -> None:
-        command = [sys.executable, "-m", "bench.serving.sessions", str(artifact), profile]
-        self._process = subprocess.Popen(command, cwd=_ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def __enter__(self) -> Sessions:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.communicate()  # the end of its input ends it
+        super().__init__(module("bench.serving.sessions", str(artifact), profile))
 
     def rate(self, batches: Batches, seconds: float) -> float:
         """Rows per second over about ``seconds``, after one run of each thread that does not count."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([asdict(batches), seconds]) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"the bare sessions ended with exit code {self._process.wait()}; the error is above")
-        return float(json.loads(answer))
+        return float(self.ask([asdict(batches), seconds]))
 
 
 # --- inside the process -----------------------------------------------------------------------------------------------
@@ -111,9 +91,7 @@ class _Runner:
 
 def _main(artifact: str, profile: str) -> None:
     runner = _Runner(Artifact.open(Path(artifact)), profile)
-    for line in sys.stdin:
-        batches, seconds = json.loads(line)
-        print(json.dumps(runner.rate(Batches(**batches), seconds)), flush=True)
+    answer_all(lambda asked: runner.rate(Batches(**asked[0]), asked[1]))
 
 
 if __name__ == "__main__":

@@ -10,28 +10,30 @@ Two kinds of requests: how much work is in one decides how much of a core its an
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
 import grpc
-import numpy as np
 
 from bench.core import models
 from bench.core.processes import Server, bf16_serve
 from bench.core.results import Measurement, Result
-from bench.core.verdict import estimate
+from bench.core.rounds import Effort, Round, Turn, samples, take_turns
+from bench.core.verdict import FEWEST_PROCESSES, ratio, typical
 from bench.core.workspace import Workspace
 from bench.serving import wire
-from bench.serving.client import Client, Load
+from bench.serving.client import Client
 from bench.serving.sessions import Batches, Sessions
 from bf16kit.protocol import inference_pb2 as pb
 
-_ALIKE, _BEST = 0.95, 0.85  # the least of the rate of bare sessions: configured alike; the best there are
+SERVED, ALIKE, BEST = "served", "bare sessions alike", "the best bare sessions"
+_AT_LEAST = {ALIKE: 0.95, BEST: 0.85}  # of their rates
 _LARGEST = 32  # rows of a batch, by default
-_ROUNDS, _TURNS, _SECONDS, _SEARCH_S = 5, 2, 2.5, 0.4
-_QUICK = 1, 1, 0.5, 0.1
+_FULL, _QUICK = Effort(FEWEST_PROCESSES, 2, 2.5), Effort(1, 1, 0.5)
+_SEARCH = 0.16  # of a turn's seconds, for each layout
+_RATE, _CLIENT = "rows/s", "processor time of the client"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,65 +53,47 @@ class _Case:
 _CASES = (_Case(1, 16, 16), _Case(1, 128, 16))
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """How a model is served, as the server tells: profile, and the batches that run at once."""
-
-    profile: str
-    instances: int
-
-
-@dataclass(slots=True)
-class _Found:
-    """Rates of turns, by round."""
-
-    served: list[list[float]] = field(default_factory=list)
-    alike: list[list[float]] = field(default_factory=list)
-    best: list[list[float]] = field(default_factory=list)
-    loads: list[Load] = field(default_factory=list)
-
-
 def measure(workspace: Workspace, *, quick: bool) -> Result:
     """The ratios of rates turn by turn, and what each side reached."""
-    rounds, turns, seconds, search_s = _QUICK if quick else (_ROUNDS, _TURNS, _SECONDS, _SEARCH_S)
+    effort = _QUICK if quick else _FULL
     artifact = workspace.minilm()
     repository = workspace.repository("throughput_minilm", artifact)
     log = workspace.root / "throughput_minilm.log"
-    found = {case: _Found() for case in _CASES}
-    layouts: list[_Layout] = []
-    sides: dict[_Case, tuple[Batches, Batches]] = {}
-    for _ in range(rounds):
+    found: dict[_Case, list[Round]] = {case: [] for case in _CASES}
+    layouts: list[tuple[str, int]] = []
+    sides: dict[_Case, dict[str, Batches]] = {}
+    for _ in range(effort.rounds):
         with ExitStack() as stack:
             server = stack.enter_context(bf16_serve(repository, log))
             layouts.append(_served_layout(server))
-            sessions = stack.enter_context(Sessions(artifact, layouts[-1].profile))
+            sessions = stack.enter_context(Sessions(artifact, layouts[-1][0]))
             for case in _CASES:
                 if case not in sides:
-                    sides[case] = _fastest(sessions, case, layouts[0].instances, search_s)
-                _round(server, sessions, case, sides[case], found[case], turns, seconds)
+                    sides[case] = _fastest(sessions, case, layouts[0][1], effort.seconds * _SEARCH)
+                found[case].append(_round(server, sessions, case, sides[case], effort))
     return Result(
         "throughput_minilm",
         tuple(each for case in _CASES for each in _measurements(case, found[case])),
         settings={
             "model": "all-MiniLM-L6-v2, the server's defaults",
-            "served": [f"{layout.profile}, {layout.instances} at once" for layout in layouts],
-            "alike": {case.name: alike.name for case, (alike, _) in sides.items()},
-            "best": {case.name: best.name for case, (_, best) in sides.items()},
-            "rounds": rounds,
-            "turns": turns,
-            "seconds": seconds,
+            "served": [f"{profile}, {instances} at once" for profile, instances in layouts],
+            "alike": {case.name: bare[ALIKE].name for case, bare in sides.items()},
+            "best": {case.name: bare[BEST].name for case, bare in sides.items()},
+            "rounds": effort.rounds,
+            "turns": effort.turns,
+            "seconds": effort.seconds,
         },
         notes=("rates are medians over turns", "clients, server and bare sessions share the same cores, in turns"),
     )
 
 
-def _served_layout(server: Server) -> _Layout:
-    """What the server says of the model."""
+def _served_layout(server: Server) -> tuple[str, int]:
+    """What the server says of the model: its profile, and the batches that run at once."""
     with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
         model_config: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(f"/{wire.SERVICE}/ModelConfig")
         reply = model_config(pb.ModelConfigRequest(name="minilm").SerializeToString())
     config = pb.ModelConfigResponse.FromString(reply).config
-    return _Layout(config.parameters["profile"].string_value, config.instance_group[0].count)
+    return config.parameters["profile"].string_value, config.instance_group[0].count
 
 
 def _layouts(rows: int, tokens: int) -> Iterator[Batches]:
@@ -121,61 +105,36 @@ def _layouts(rows: int, tokens: int) -> Iterator[Batches]:
         yield Batches(2, cores, rows, tokens, shared=True)
 
 
-def _fastest(sessions: Sessions, case: _Case, instances: int, seconds: float) -> tuple[Batches, Batches]:
+def _fastest(sessions: Sessions, case: _Case, instances: int, seconds: float) -> dict[str, Batches]:
     """Of all batches with as many at once as the server has, and of all there are."""
     sizes = [case.rows * count for count in (1, 2, 4, 8, 16, 32) if case.rows * count <= _LARGEST]
     rates = {each: sessions.rate(each, seconds) for rows in sizes for each in _layouts(rows, case.tokens)}
     alike = [each for each in rates if each.at_once == instances]
-    return max(alike, key=lambda each: rates[each]), max(rates, key=lambda each: rates[each])
+    return {ALIKE: max(alike, key=lambda each: rates[each]), BEST: max(rates, key=lambda each: rates[each])}
 
 
-def _round(
-    server: Server,
-    sessions: Sessions,
-    case: _Case,
-    sides: tuple[Batches, Batches],
-    found: _Found,
-    turns: int,
-    seconds: float,
-) -> None:
-    """Turns of all three; every other time the other way round."""
-    alike, best = sides
+def _round(server: Server, sessions: Sessions, case: _Case, bare: dict[str, Batches], effort: Effort) -> Round:
+    """Turns of all three."""
     request = wire.infer_request("minilm", models.minilm_feeds(case.rows, case.tokens))
-    rates: dict[str, list[float]] = {"served": [], "alike": [], "best": []}
     with Client(server.port, request) as client:
-        client.load(case.clients, seconds / 3)
+        client.load(case.clients, effort.seconds / 3)
 
-        def served() -> float:
-            found.loads.append(client.load(case.clients, seconds))
-            return found.loads[-1].rate * case.rows
+        def served() -> Turn:
+            load = client.load(case.clients, effort.seconds)
+            return {_RATE: load.rate * case.rows, _CLIENT: load.client_cpu_s / load.seconds}
 
-        runs = {
-            "served": served,
-            "alike": lambda: sessions.rate(alike, seconds),
-            "best": lambda: sessions.rate(best, seconds),
-        }
-        for turn in range(turns):
-            for name in runs if turn % 2 == 0 else reversed(runs):
-                rates[name].append(runs[name]())
-    found.served.append(rates["served"])
-    found.alike.append(rates["alike"])
-    found.best.append(rates["best"])
+        def alone(side: str) -> Turn:
+            return {_RATE: sessions.rate(bare[side], effort.seconds)}
+
+        return take_turns({SERVED: served, ALIKE: lambda: alone(ALIKE), BEST: lambda: alone(BEST)}, effort.turns)
 
 
-def _measurements(case: _Case, found: _Found) -> list[Measurement]:
-    def over(bare: list[list[float]], at_least: float, what: str) -> Measurement:
-        ratios = [np.array(ours) / np.array(theirs) for ours, theirs in zip(found.served, bare, strict=True)]
-        return Measurement.of(f"{case.name}: served ÷ {what}", estimate(ratios), at_least=at_least)
-
-    def rate(name: str, turns: list[list[float]]) -> Measurement:
-        return Measurement(f"{case.name}: {name}", median(each for of in turns for each in of), "rows/s")
-
-    client = 100 * median(load.client_cpu_s / load.seconds for load in found.loads) / len(os.sched_getaffinity(0))
-    return [
-        over(found.alike, _ALIKE, "bare sessions alike"),
-        over(found.best, _BEST, "the best bare sessions"),
-        rate("served", found.served),
-        rate("bare sessions alike", found.alike),
-        rate("the best bare sessions", found.best),
-        Measurement(f"{case.name}: processor time of the client", client, "% of the machine"),
-    ]
+def _measurements(case: _Case, rounds: Sequence[Round]) -> Iterator[Measurement]:
+    rates = samples(rounds, _RATE)
+    for side, at_least in _AT_LEAST.items():
+        found = ratio(rates[SERVED], rates[side])
+        yield Measurement.of(f"{case.name}: {SERVED} ÷ {side}", found, at_least=at_least)
+    for side, of in rates.items():
+        yield Measurement(f"{case.name}: {side}", typical(of), _RATE)
+    client = median(turn[_CLIENT] for found in rounds for turn in found[SERVED]) / len(os.sched_getaffinity(0))
+    yield Measurement(f"{case.name}: {_CLIENT}", 100 * client, "% of the machine")

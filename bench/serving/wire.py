@@ -23,13 +23,3 @@ def infer_request(model: str, feeds: Mapping[str, NDArray[Any]]) -> bytes:
         request.inputs.add(name=name, datatype=BY_NAME[array.dtype.name].oip, shape=array.shape)
         request.raw_input_contents.append(array.tobytes())
     return request.SerializeToString()
-
-
-def is_ready(reply: bytes) -> bool:
-    """Whether a serialised ServerReadyResponse or ModelReadyResponse says so."""
-    return pb.ServerReadyResponse.FromString(reply).ready
-
-
-def ready_request(model: str) -> bytes:
-    """A serialised ModelReadyRequest."""
-    return pb.ModelReadyRequest(name=model).SerializeToString()

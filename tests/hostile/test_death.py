@@ -18,7 +18,7 @@ from offered import Requests, wrong
 from serverprocess import ServerProcess
 from waiting import until
 
-from bench.serving.generator import CUT_OFF, NOT_PROCESSED, NOT_SENT
+from bench.serving.http2 import CUT_OFF, NOT_PROCESSED, NOT_SENT
 from bench.serving.openloop import Offering, Outcome
 
 pytestmark = pytest.mark.hostile

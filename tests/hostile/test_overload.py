@@ -10,8 +10,7 @@ from figures import amount
 from offered import INFER, Requests, wrong
 from waiting import until
 
-from bench.serving.generator import NOT_SENT
-from bench.serving.http2 import Connection, keep_open
+from bench.serving.http2 import NOT_SENT, closed_loop
 from bench.serving.openloop import Offering, Outcome
 
 pytestmark = pytest.mark.hostile
@@ -28,11 +27,7 @@ def offered(target: Target, requests: Requests, rate: float, seconds: float) -> 
 
 def capacity(target: Target, requests: Requests) -> float:
     """Return the calls a second of a closed loop, four at a time: few enough that none is rejected."""
-    connection = Connection(target.port, INFER, requests.messages[0], requests.reply_bytes)
-    try:
-        return keep_open([connection], 4, _CALM_SECONDS) / _CALM_SECONDS
-    finally:
-        connection.close()
+    return len(closed_loop(target.port, INFER, requests.messages[0], 4, _CALM_SECONDS)) / _CALM_SECONDS
 
 
 def test_tenfold_overload_gets_correct_responses_or_rejections_and_latency_recovers(

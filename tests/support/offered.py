@@ -26,7 +26,6 @@ class Requests:
 
     def __init__(self, model: str = "mlp") -> None:
         self._rows = np.random.default_rng(8).standard_normal((_COUNT, 1, _WIDTH), np.float32)
-        self.reply_bytes = 0  # of each response; set by ask()
         self.messages = [infer_request(model, x=x).SerializeToString() for x in self._rows]
 
     def computed(self, artifact: Path) -> list[np.ndarray[Any, Any]]:
@@ -39,7 +38,6 @@ class Requests:
         with grpc.insecure_channel(target) as channel:
             call: Any = channel.unary_unary(INFER)
             answers = [call(message, timeout=timeout, wait_for_ready=True) for message in self.messages]
-        self.reply_bytes = len(answers[0])
         return [_values(answer) for answer in answers]
 
 
