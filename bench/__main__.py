@@ -104,7 +104,7 @@ def _measure(name: str, workspace: Workspace, chosen: argparse.Namespace) -> int
     result: results.Result = _function(name)(workspace, quick=chosen.quick)
     for grid in result.grids:
         print(grid.text(), end="\n\n", flush=True)
-    print(results.table([result]), flush=True)
+    print(results.table(result), flush=True)
     for note in result.notes:
         print(f"  ({note})", flush=True)
     described |= others.shares() | {"clean": described["clean"] and machine.unchanged(described)}

@@ -11,10 +11,10 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 from bench.core import publishing
+from bench.core.cells import alone, goal, lines, row, value
 from bench.core.machine import ROOT
 from bench.core.publishing import Published
 from bench.core.results import RESULTS
@@ -122,23 +122,19 @@ def five(found: Sequence[Published]) -> str:
 
 
 def _five(of: Published) -> str:
-    lines = [f"all-MiniLM-L6-v2 with defaults, {_where(of)}; intervals of 95 %:", ""]
+    text = [f"all-MiniLM-L6-v2 with defaults, {of.where(HEADLINES[0])}; intervals of 95 %:", ""]
     for label, benchmark, parts in FIVE:
-        values = ((part, _find(of, benchmark, name)) for part, name in parts)
-        said = "; ".join(f"{part} {_value(one)}".strip() for part, one in values if one and "absent" not in one)
-        lines.append(_lines(f"* {label}: {said or 'not measured'}.", "  "))
-    return "\n".join([*lines, "", _lines(_furthest(of))]) + "\n"
-
-
-def _lines(text: str, indent: str = "") -> str:
-    return fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        values = ((part, of.find(benchmark, name)) for part, name in parts)
+        said = "; ".join(f"{part} {value(one)}".strip() for part, one in values if one and "absent" not in one)
+        text.append(lines(f"* {label}: {said or 'not measured'}.", "  "))
+    return "\n".join([*text, "", lines(_furthest(of))]) + "\n"
 
 
 def _furthest(of: Published) -> str:
     """How many goals are missed, and those that are missed by the largest factors."""
-    judged = [(label, one) for label, benchmark, name in ROWS if (one := _find(of, benchmark, name)) and _goal(one)]
+    judged = [(label, one) for label, benchmark, name in ROWS if (one := of.find(benchmark, name)) and goal(one)]
     missed = sorted((each for each in judged if each[1].get("verdict") == "missed"), key=_factor, reverse=True)
-    named = "; ".join(f"{label} {_alone(one)} ({_goal(one)})" for label, one in missed[:FURTHEST])
+    named = "; ".join(f"{label} {alone(one)} ({goal(one)})" for label, one in missed[:FURTHEST])
     furthest = f", the furthest: {named}" if named else ""
     return f"Missed: {len(missed)} of {len(judged)} goals ([all](docs/benchmarks.md#goals)){furthest}."
 
@@ -159,54 +155,25 @@ def one_commit(of: Published) -> bool:
 
 
 def _numbers(of: Published) -> str:
-    lines = [f"**{_where(of)}.**", "", "| all-MiniLM-L6-v2, defaults | measured | goal | |", "|---|---|---|---|"]
-    lines += [_row(label, _find(of, benchmark, name)) for label, benchmark, name in ROWS]
-    return "\n".join(lines) + "\n\n" + _others(of)
-
-
-def _where(of: Published) -> str:
-    machine = of.contents[HEADLINES[0]]["machine"]
-    return f"{machine['cores']} cores of {machine['cpu']} ({of.key}), {machine['date']}, commit {machine['commit']}"
+    text = [
+        f"**{of.where(HEADLINES[0])}.**",
+        "",
+        "| all-MiniLM-L6-v2, defaults | measured | goal | |",
+        "|---|---|---|---|",
+    ]
+    text += [row(label, of.find(benchmark, name)) for label, benchmark, name in ROWS]
+    return "\n".join(text) + "\n\n" + _others(of)
 
 
 def _others(of: Published) -> str:
     """Where another program is faster, by the medians."""
     wins = []
-    for one in of.contents["minilm"]["measurements"]:
+    for one in of.measurements("minilm"):
         work, _, who = one["name"].partition(": the fastest ")
-        ours = _find(of, "minilm", f"{work}: bf16kit") if who else None
+        ours = of.find("minilm", f"{work}: bf16kit") if who else None
         if ours is not None and one["value"] < ours["value"]:
             wins.append(f"{work} ({one['value']:.3g} ms, {who}; we {ours['value']:.3g})")
     return f"Another program is the fastest of all: {', '.join(wins)}.\n" if wins else "No other program is faster.\n"
-
-
-def _find(of: Published, benchmark: str, name: str) -> Mapping[str, Any] | None:
-    measurements = of.contents.get(benchmark, {}).get("measurements", ())
-    return next((one for one in measurements if one["name"] == name), None)
-
-
-def _row(label: str, one: Mapping[str, Any] | None) -> str:
-    if one is None or "absent" in one:
-        return f"| {label} | – | | {'none was' if one is None else one['absent']} |"
-    verdict = one.get("verdict", "")
-    return f"| {label} | {_value(one)} | {_goal(one)} | {f'**{verdict}**' if verdict not in ('', 'met') else verdict} |"
-
-
-def _goal(one: Mapping[str, Any]) -> str:
-    return f"≥ {one['at_least']:g}" if "at_least" in one else f"≤ {one['at_most']:g}" if "at_most" in one else ""
-
-
-def _value(one: Mapping[str, Any]) -> str:
-    return _alone(one) + (f" [{', '.join(map(_number, one['interval']))}]" if "interval" in one else "")
-
-
-def _alone(one: Mapping[str, Any]) -> str:
-    """The value without its interval."""
-    return f"{_number(one['value'])} {one['unit']}".rstrip()
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def results(found: Sequence[Published]) -> str:
@@ -218,17 +185,15 @@ def _results(of: Published) -> Iterator[str]:
     for name, content in of.contents.items():
         if name.startswith("kernel"):
             continue
-        machine = content["machine"]
-        lines = [
+        text = [
             f"### {name}",
-            f"{machine['cores']} cores of {machine['cpu']} ({of.key}), {machine['date']}, commit {machine['commit']},"
-            f" `{content['command']}`",
+            f"{of.where(name)}, `{content['command']}`",
             "",
             "| | measured | goal | |",
             "|---|---|---|---|",
-            *(_row(one["name"], one) for one in content["measurements"]),
+            *(row(one["name"], one) for one in of.measurements(name)),
         ]
-        yield "\n".join(lines) + "\n"
+        yield "\n".join(text) + "\n"
 
 
 Block = Callable[[Sequence[Published]], str]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,9 @@ def demo_on_path() -> Path:
     return DEMO
 
 
-def minilm_feeds(rows: int, tokens: int = TOKENS, seed: int = 0) -> dict[str, NDArray[Any]]:
+def minilm_feeds(rows: int, tokens: int = TOKENS) -> dict[str, NDArray[Any]]:
     """Random word pieces, int64 ``[rows, tokens]``, nothing masked: timing does not depend on what they say."""
-    generator = np.random.default_rng(seed)
-    shape = (rows, tokens)
+    generator, shape = np.random.default_rng(0), (rows, tokens)
     return {
         "input_ids": generator.integers(_VOCABULARY.start, _VOCABULARY.stop, shape),
         "attention_mask": np.ones(shape, np.int64),
@@ -38,37 +36,21 @@ def minilm_feeds(rows: int, tokens: int = TOKENS, seed: int = 0) -> dict[str, ND
     }
 
 
-def write_mlp(file: Path, *sizes: int) -> Path:
-    """An fp32 ONNX file of ``relu(x·W+b)`` layers, ``x`` float32 ``[batch, sizes[0]]`` → ``y`` ``[batch, sizes[-1]]``.
-
-    Without ``sizes`` it is the 16→64→16 MLP of the latency benchmark.
-    """
-    widths = sizes or (MLP_WIDTH, MLP_HIDDEN, MLP_WIDTH)
-    generator = np.random.default_rng(0)
-    nodes, initializers, value = [], [], "x"
-    for layer, (wide, narrow) in enumerate(pairwise(widths)):
+def write_mlp(file: Path) -> Path:
+    """An fp32 ONNX file of the 16→64→16 MLP, ``relu(x·W+b)·V+c``, ``x`` float32 ``[batch, 16]`` → ``y`` of the same."""
+    generator, tensors = np.random.default_rng(0), []
+    for layer, (wide, narrow) in enumerate(((MLP_WIDTH, MLP_HIDDEN), (MLP_HIDDEN, MLP_WIDTH))):
         weight = generator.standard_normal((wide, narrow), np.float32) * np.float32(wide**-0.5)
         bias = generator.standard_normal(narrow, np.float32)
-        initializers += [
-            numpy_helper.from_array(weight, f"weight{layer}"),
-            numpy_helper.from_array(bias, f"bias{layer}"),
-        ]
-        last = layer == len(widths) - 2
-        linear = "y" if last else f"linear{layer}"
-        nodes.append(helper.make_node("Gemm", [value, f"weight{layer}", f"bias{layer}"], [linear], f"gemm{layer}"))
-        if not last:
-            value = f"hidden{layer}"
-            nodes.append(helper.make_node("Relu", [linear], [value], f"relu{layer}"))
-    edges = [
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", width])
-        for name, width in (("x", widths[0]), ("y", widths[-1]))
+        tensors += [numpy_helper.from_array(weight, f"weight{layer}"), numpy_helper.from_array(bias, f"bias{layer}")]
+    nodes = [
+        helper.make_node("Gemm", ["x", "weight0", "bias0"], ["linear0"], "gemm0"),
+        helper.make_node("Relu", ["linear0"], ["hidden0"], "relu0"),
+        helper.make_node("Gemm", ["hidden0", "weight1", "bias1"], ["y"], "gemm1"),
     ]
-    graph = helper.make_graph(nodes, "mlp", edges[:1], edges[1:], initializers)
-    return save(graph, file)
-
-
-def save(graph: onnx.GraphProto, file: Path) -> Path:
-    """``graph`` as an ONNX model of an opset that all servers know, in ``file``."""
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", MLP_WIDTH]) for name in "xy")
+    graph = helper.make_graph(nodes, "mlp", [x], [y], tensors)
+    # An opset that all servers know.
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=9), file)
     return file
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,24 @@ class Published:
 
     key: str
     contents: Mapping[str, Mapping[str, Any]]
+
+    def measurements(self, benchmark: str) -> Sequence[Mapping[str, Any]]:
+        """Nothing where it is not published."""
+        found: Sequence[Mapping[str, Any]] = self.contents.get(benchmark, {}).get("measurements", ())
+        return found
+
+    def find(self, benchmark: str, name: str) -> Mapping[str, Any] | None:
+        """The measurement called ``name``."""
+        return next((one for one in self.measurements(benchmark) if one["name"] == name), None)
+
+    def where(self, benchmark: str) -> str:
+        """On which machine it was measured, when, and at which commit."""
+        machine = self.contents[benchmark]["machine"]
+        return f"{machine['cores']} cores of {machine['cpu']} ({self.key}), {self.when(benchmark)}"
+
+    def when(self, benchmark: str) -> str:
+        machine = self.contents[benchmark]["machine"]
+        return f"{machine['date']}, commit {machine['commit']}"
 
 
 def unfit(content: Mapping[str, Any]) -> str:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench.core import machine as machines
-from bench.core.grid import Grid
+from bench.core.cells import row
 from bench.core.verdict import Estimate, Samples, Verdict, verdict
 
 RESULTS = Path(__file__).parents[1] / "results"
+Cells = Sequence[float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +58,6 @@ class Measurement:
             return "met" if self.value <= self.at_most else "missed"
         return "met" if self.at_least is not None and self.value >= self.at_least else "missed"
 
-    @property
-    def target(self) -> str:
-        if self.at_most is not None:
-            return f"≤ {self.at_most:g}"
-        return f"≥ {self.at_least:g}" if self.at_least is not None else ""
-
     def as_dict(self) -> dict[str, Any]:
         bounds = {"at_most": self.at_most, "at_least": self.at_least}
         given = {key: bound for key, bound in bounds.items() if bound is not None}
@@ -73,6 +68,30 @@ class Measurement:
         detail = {"detail": self.detail} if self.detail else {}
         value = {"name": self.name, "value": _significant(self.value), "unit": self.unit}
         return value | detail | interval | given | judged
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """``rows`` maps what was done to one value per column; ``None`` where a side took no part."""
+
+    title: str
+    unit: str
+    columns: Sequence[str]
+    rows: Mapping[str, Cells]
+
+    def as_dict(self) -> dict[str, Any]:
+        rows = {
+            label: [None if value is None else _significant(value) for value in row] for label, row in self.rows.items()
+        }
+        return {"title": self.title, "unit": self.unit, "columns": list(self.columns), "rows": rows}
+
+    def text(self) -> str:
+        """For people: three significant digits, a dash for what was not measured."""
+        lines = [("", *self.columns), *((label, *map(_cell, row)) for label, row in self.rows.items())]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+        head = f"{self.title}{', ' if self.unit else ''}{self.unit}"
+        body = ["  ".join((line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:]))) for line in lines]
+        return "\n".join([head, *body])
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +109,6 @@ class Result:
     skipped: str = ""
     grids: Sequence[Grid] = ()
     samples: Mapping[str, Mapping[str, Samples]] = field(default_factory=dict)
-
-    @property
-    def missed(self) -> list[Measurement]:
-        return [measurement for measurement in self.measurements if measurement.verdict == "missed"]
 
 
 def here() -> Path:
@@ -127,37 +142,22 @@ def write(content: Mapping[str, Any], directory: Path) -> Path:
     return file
 
 
-def table(results: Iterable[Result]) -> str:
-    """The results for people: one line per measurement, with its target and whether it is met."""
-    rows = [("benchmark", "measurement", "value", "target", "")]
-    for result in results:
-        if result.skipped:
-            rows.append((result.benchmark, f"skipped: {result.skipped}", "", "", ""))
-        rows.extend(_row(result.benchmark, measurement) for measurement in result.measurements)
-    widths = [max(len(row[column]) for row in rows if not row[1].startswith("skipped")) for column in range(5)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+def table(result: Result) -> str:
+    """The result for people: one line per measurement, with its goal and whether it is met."""
+    if result.skipped:
+        return f"{result.benchmark}: skipped: {result.skipped}"
+    return "\n".join([f"{result.benchmark}:", *(row(one.name, one.as_dict()) for one in result.measurements)])
 
 
-def _row(benchmark: str, measurement: Measurement) -> tuple[str, str, str, str, str]:
-    if measurement.absent:
-        return benchmark, measurement.name, "–", measurement.target, f"absent: {measurement.absent}"
-    judged = measurement.verdict or ""
-    value = f"{_significant(measurement.value):g} {measurement.unit}".rstrip()
-    if measurement.interval is not None:
-        low, high = measurement.interval
-        value += f" [{low:.3g}, {high:.3g}]"
-    return benchmark, measurement.name, value, measurement.target, judged.upper() if judged == "missed" else judged
+def _cell(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}" if value < 0.1 else f"{value:.2f}"
 
 
 def _written(samples: Samples) -> list[str]:
     """One line per process: milliseconds of its runs, turns parted by commas."""
     return [", ".join(" ".join(f"{seconds * 1e3:.4g}" for seconds in turn) for turn in process) for process in samples]
-
-
-def samples_of(lines: Sequence[str]) -> Samples:
-    """The samples that a result's ``samples_ms`` has as ``lines``."""
-    return [[[float(value) / 1e3 for value in turn.split()] for turn in line.split(",")] for line in lines]
 
 
 def _finite(bound: float) -> float | None:

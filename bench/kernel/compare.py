@@ -6,25 +6,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from bench.core.grid import Grid
-from bench.core.results import Measurement, Result
-from bench.core.verdict import Samples, ratio, typical
-from bench.kernel.sides import DOT, FMA, OURS, PEERS, SETTINGS, Side, path_of, side
+from bench.core.results import Grid, Measurement, Result
+from bench.core.verdict import ratio, typical
+from bench.kernel.sides import LIMIT, OURS, PEERS, SETTINGS, path_of, side
 from bench.kernel.turns import Effort, Timed
 
-Against = Literal["best fp32 peer", "best bf16 peer", "best peer", "fp32 arithmetic", "bf16 arithmetic", "bandwidth"]
-_LIMITS: Mapping[str, str] = {
-    "fp32 arithmetic": FMA.name,
-    "bf16 arithmetic": DOT.name,
-    "bandwidth": "limit: read bandwidth",
-}
+Against = Literal["best fp32 peer", "best bf16 peer", "best peer", "bf16 arithmetic"]
 _MS = 1e3
+_TOLERANCE = {"fp32": 0.02, "bf16": 0.05}  # of the relative L2, by arithmetic
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
     """On ``work``, the time of ``against`` ÷ that of ``profile`` on its fastest path; without ``at_least`` it is shown,
-    not judged. Of a limit the ratio is the share that is reached."""
+    not judged. Of the limit the ratio is the share that is reached."""
 
     work: str
     profile: Literal["cpu", "cpu-bf16"]
@@ -38,7 +33,7 @@ class Goal:
     @property
     def limit(self) -> str:
         """The side that is the limit; empty where peers are meant."""
-        return _LIMITS.get(self.against, "")
+        return LIMIT.name if self.against == "bf16 arithmetic" else ""
 
 
 def judged(timed: Timed, goals: Sequence[Goal]) -> Iterator[Measurement]:
@@ -46,7 +41,7 @@ def judged(timed: Timed, goals: Sequence[Goal]) -> Iterator[Measurement]:
     for goal in goals:
         samples = timed.samples.get(goal.work, {})
         ours = path_of(goal.profile, samples)
-        peer = goal.limit or best(goal.against, samples)
+        peer = goal.limit or best(goal.against, {name: typical(of) for name, of in samples.items()})
         if ours is None or peer not in samples:
             absent = _why(timed, goal)
             yield Measurement(goal.name, float("nan"), at_least=goal.at_least, absent=absent)
@@ -57,15 +52,10 @@ def judged(timed: Timed, goals: Sequence[Goal]) -> Iterator[Measurement]:
         yield Measurement.of(goal.name, estimate, at_least=goal.at_least, detail=detail)
 
 
-def best(against: str, samples: Mapping[str, Samples]) -> str | None:
+def best(against: str, times: Mapping[str, float]) -> str | None:
     """The peer that is fastest on this work, of those whose arithmetic counts."""
-    names = [peer.name for peer in PEERS if peer.name in samples and counts(peer, against)]
-    return min(names, key=lambda name: typical(samples[name]), default=None)
-
-
-def counts(peer: Side, against: str) -> bool:
-    """Whether ``peer`` is among those that ``against`` means."""
-    return against == "best peer" or against == f"best {peer.arithmetic} peer"
+    names = [p.name for p in PEERS if p.name in times and against in ("best peer", f"best {p.arithmetic} peer")]
+    return min(names, key=lambda name: times[name], default=None)
 
 
 def _why(timed: Timed, goal: Goal) -> str:
@@ -83,7 +73,6 @@ def result(
     goals: Sequence[Goal],
     *,
     title: str,
-    tolerance: Mapping[str, float],
     effort: Effort,
     settings: Mapping[str, Any],
 ) -> Result:
@@ -97,7 +86,7 @@ def result(
         list(judged(timed, goals)),
         settings={**settings, "processes": effort.processes, "processes_of_contenders": effort.most_processes}
         | SETTINGS,
-        notes=[*absent, *_disagreements(timed, tolerance)],
+        notes=[*absent, *_disagreements(timed)],
         grids=[grid(timed, title)],
         samples=timed.samples,
     )
@@ -113,10 +102,10 @@ def grid(timed: Timed, title: str) -> Grid:
     return Grid(title, "ms", names, rows)
 
 
-def _disagreements(timed: Timed, tolerance: Mapping[str, float]) -> Iterator[str]:
-    """Who computed something else. ``tolerance`` is of the relative L2, by arithmetic."""
+def _disagreements(timed: Timed) -> Iterator[str]:
+    """Who computed something else."""
     for label, errors in timed.errors.items():
         for name, error in errors.items():
-            allowed = tolerance[side(name).arithmetic]
+            allowed = _TOLERANCE[side(name).arithmetic]
             if not error <= allowed:
                 yield f"{name} on {label} is off by {error:.2g} (relative L2), more than {allowed:g}"

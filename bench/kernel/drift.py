@@ -18,7 +18,7 @@ from bench.kernel.minilm import subject
 from bench.kernel.sides import ONNX_RUNTIME, OURS, PEERS, side
 from bench.kernel.turns import copies
 from bench.kernel.workers import Workers
-from bf16kit.drift.metrics import DriftSummary, SampleDrift, compare
+from bf16kit.drift.metrics import DriftSummary, compare
 from bf16kit.numerics.tensors import TensorSpec
 
 # The `cpu` profile keeps activations in fp32; a profile that rounds them is held to twice the drift.
@@ -33,29 +33,24 @@ def measure(workspace: Workspace, *, quick: bool) -> Result:
     models.demo_on_path()
     import minilm
 
-    feeds = list(minilm.calibration(_QUICK if quick else _SENTENCES))
     root = workspace.root / "drift"
     root.mkdir(parents=True, exist_ok=True)
-    files = [root / f"{index}.npz" for index in range(len(feeds))]
-    for file, feed in zip(files, feeds, strict=True):
-        np.savez(file, **dict(feed))  # type: ignore[arg-type]  # no input is called allow_pickle
+    files = list[Path]()
+    for feed in minilm.calibration(_QUICK if quick else _SENTENCES):
+        files.append(root / f"{len(files)}.npz")
+        np.savez(files[-1], **dict(feed))  # type: ignore[arg-type]  # no input is called allow_pickle
     sides = [one for one in (*PEERS, *OURS) if one.name not in _COMPILED]
-    drifts, absent = dict[str, DriftSummary](), dict[str, str]()
     with (
         copies(sides, subject(workspace), root / "copies") as subjects,
         Workers(sides, subjects, root / "workers.log", root / "compiled") as workers,
     ):
-        expected = _outputs(workers, ONNX_RUNTIME.name, files, root)
-        for name in workers.present:
-            found = _outputs(workers, name, files, root)
-            if found:
-                drifts[name] = _drift(expected, found)
-        absent |= workers.absent
+        outputs = {name: found for name in workers.present if (found := _outputs(workers, name, files, root))}
+    drifts = {name: _drift(outputs[ONNX_RUNTIME.name], found) for name, found in outputs.items()}
     return Result(
         "kernel_drift",
         list(_measurements(drifts)),
-        settings={"model": "all-MiniLM-L6-v2", "sentences": len(feeds), "reference": ONNX_RUNTIME.name},
-        notes=[f"{name}: {reason}" for name, reason in absent.items()],
+        settings={"model": "all-MiniLM-L6-v2", "sentences": len(files), "reference": ONNX_RUNTIME.name},
+        notes=[f"{name}: {reason}" for name, reason in workers.absent.items()],
     )
 
 
@@ -77,7 +72,5 @@ def _outputs(workers: Workers, name: str, files: list[Path], root: Path) -> list
 
 
 def _drift(expected: list[np.ndarray], found: list[np.ndarray]) -> DriftSummary:
-    samples = list[SampleDrift]()
-    for pair in zip(expected, found, strict=True):
-        samples += compare(*pair, _TOKENS, 0).rows
-    return DriftSummary.of(samples)
+    pairs = zip(expected, found, strict=True)
+    return DriftSummary.of([row for pair in pairs for row in compare(*pair, _TOKENS, 0).rows])

@@ -22,11 +22,17 @@ from bench.kernel.turns import FULL, QUICK, Caches, Effort, Piece, race
 CPU = {(1, 4): 1.5, (1, 8): 1.3, (1, 16): 1.2, (1, 128): 1.05, (8, 128): 1.05}
 _SHORT = ((1, 16), (1, 128))  # the README's
 _BF16_PEER = 1.0  # of `cpu-bf16` against the best bf16 peer
+_WHOSE = {
+    "bf16kit": {side.name for side in OURS},
+    "the fastest fp32 peer": {side.name for side in PEERS if side.arithmetic == "fp32"},
+    "the fastest bf16 peer": {side.name for side in PEERS if side.arithmetic == "bf16"},
+}
 
 
 def measure(workspace: Workspace, *, quick: bool) -> Result:
     """Times of every side for every batch, and the judged ratios."""
-    return _measured("kernel_minilm", workspace, tuple(CPU), QUICK if quick else FULL, quick=quick)
+    shapes, effort = (((1, 4),), QUICK) if quick else (tuple(CPU), FULL)
+    return _measured("kernel_minilm", workspace, shapes, effort, ("warm", "cold"))
 
 
 def measure_short(workspace: Workspace, *, quick: bool) -> Result:
@@ -36,7 +42,7 @@ def measure_short(workspace: Workspace, *, quick: bool) -> Result:
     """
     if find_spec("openvino") is None:
         return Result("minilm", skipped="OpenVINO is not installed: pip install '.[bench]'")
-    found = _measured("minilm", workspace, _SHORT, QUICK if quick else replace(FULL, further=0), quick=quick)
+    found = _measured("minilm", workspace, _SHORT, QUICK if quick else replace(FULL, further=0), ("warm",))
     grid = found.grids[0]
     times = [
         Measurement(f"{label}: {who}", min(ms), "ms")
@@ -47,26 +53,19 @@ def measure_short(workspace: Workspace, *, quick: bool) -> Result:
     return replace(found, measurements=(*found.measurements, *times))
 
 
-_WHOSE = {
-    "bf16kit": {side.name for side in OURS},
-    "the fastest fp32 peer": {side.name for side in PEERS if side.arithmetic == "fp32"},
-    "the fastest bf16 peer": {side.name for side in PEERS if side.arithmetic == "bf16"},
-}
-
-
 def _measured(
-    name: str, workspace: Workspace, shapes: Sequence[tuple[int, int]], effort: Effort, *, quick: bool
+    name: str, workspace: Workspace, shapes: Sequence[tuple[int, int]], effort: Effort, caches: Sequence[Caches]
 ) -> Result:
-    shapes = shapes[:1] if quick else shapes
-    caches: tuple[Caches, ...] = ("warm",) if name == "minilm" else ("warm", "cold")
-    pieces = [piece(*shape, caches) for shape in shapes]
-    timed = race((*PEERS, *OURS), subject(workspace), pieces, effort, workspace.root)
+    pieces = {
+        (rows, tokens): Piece(f"MiniLM {rows}×{tokens}", inputs.minilm_feeds(rows, tokens), caches=caches)
+        for rows, tokens in shapes
+    }
+    timed = race((*PEERS, *OURS), subject(workspace), list(pieces.values()), effort, workspace.root)
     return result(
         name,
         timed,
-        [goal for shape in shapes for goal in goals_of(*shape, caches)],
+        [goal for shape, piece in pieces.items() for goal in _goals_of(piece, CPU[shape])],
         title="MiniLM, batch × tokens, median time",
-        tolerance={"fp32": 0.02, "bf16": 0.05},
         effort=effort,
         settings={"model": "all-MiniLM-L6-v2", "judged": "with warm caches; cold ones are shown"},
     )
@@ -80,21 +79,10 @@ def subject(workspace: Workspace) -> Subject:
     return Subject("minilm", artifact, graph, stored)
 
 
-def label(rows: int, tokens: int) -> str:
-    """What a batch of ``rows`` × ``tokens`` is called."""
-    return f"MiniLM {rows}×{tokens}"
-
-
-def piece(rows: int, tokens: int, caches: Sequence[Caches]) -> Piece:
-    """The work of one batch."""
-    return Piece(label(rows, tokens), inputs.minilm_feeds(rows, tokens), caches=caches)
-
-
-def goals_of(rows: int, tokens: int, caches: Sequence[Caches]) -> Iterator[Goal]:
+def _goals_of(work: Piece, cpu: float) -> Iterator[Goal]:
     """What is promised for a batch, with warm caches, and what is shown beside it."""
-    work = piece(rows, tokens, caches)
-    yield Goal(work.timed("warm"), "cpu", "best fp32 peer", CPU[rows, tokens])
+    yield Goal(work.timed("warm"), "cpu", "best fp32 peer", cpu)
     yield Goal(work.timed("warm"), "cpu-bf16", "best bf16 peer", _BF16_PEER)
-    if "cold" in caches:
+    if "cold" in work.caches:
         yield Goal(work.timed("cold"), "cpu", "best fp32 peer")
         yield Goal(work.timed("cold"), "cpu-bf16", "best bf16 peer")

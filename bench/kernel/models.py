@@ -17,7 +17,7 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import PROFILES
 from bf16kit.runtime.ort.onnxgraph import REBUILT, locations
 
-WIDTH = 4096
+LAYERS, WIDTH = 4, 4096
 _OPSET, _IR = 22, 10
 _LARGE = 256  # elements of a matrix that the converter stores in bf16
 
@@ -25,23 +25,20 @@ _LARGE = 256  # elements of a matrix that the converter stores in bf16
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-def layers(workspace: Workspace, count: int) -> tuple[Path, Path]:
-    """``count`` products of [rows, 4096] by [4096, 4096], nothing between them: its ONNX file and its artifact."""
-    name = f"layers{count}"
-    file = workspace.root / name / f"{name}.onnx"
+def layers(workspace: Workspace) -> tuple[Path, Path]:
+    """:data:`LAYERS` products of [rows, 4096] by [4096, 4096], nothing between them: its ONNX file and its artifact."""
+    file = workspace.root / "layers" / "layers.onnx"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        names = ["x", *(f"h{layer}" for layer in range(1, count)), "y"]
-        products = [(names[layer], f"w{layer}", names[layer + 1]) for layer in range(count)]
-        weights = {f"w{layer}": _weight(WIDTH, WIDTH, seed=layer) for layer in range(count)}
+        names = ["x", *(f"h{layer}" for layer in range(1, LAYERS)), "y"]
+        products = [(names[layer], f"w{layer}", names[layer + 1]) for layer in range(LAYERS)]
+        weights = {f"w{layer}": _weight(WIDTH, WIDTH, seed=layer) for layer in range(LAYERS)}
         nodes = [helper.make_node("MatMul", [x, w], [y], w.replace("w", "product")) for x, w, y in products]
         x, y = (helper.make_tensor_value_info(edge, TensorProto.FLOAT, ["rows", WIDTH]) for edge in "xy")
         tensors = [numpy_helper.from_array(weight, key) for key, weight in weights.items()]
         graph = helper.make_graph(nodes, "products", [x], [y], tensors)
         _save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", _OPSET)], ir_version=_IR), file)
-    # A residual of a gigabyte would be written for nothing.
-    flags = ["--no-residual"] if count > 4 else []
-    return file, workspace.converted(name, file, *_flags(), *flags)
+    return file, workspace.converted("layers", file, *_flags())
 
 
 def language_model(workspace: Workspace, *, tied: bool) -> Path:
@@ -86,7 +83,7 @@ def fp32_graph(artifact: Path, file: Path) -> Path:
         if tensor.data_location != TensorProto.EXTERNAL:
             continue
         array = opened.restore(tensor.name) if tensor.name in rebuilt else opened.tensor(tensor.name)
-        _fill(tensor, numpy_helper.from_array(np.ascontiguousarray(array), tensor.name))
+        tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(array), tensor.name))
     _save(model, file)
     return file
 
@@ -103,19 +100,13 @@ def bf16_stored(graph: Path, file: Path) -> Path:
             continue
         name, stored = tensor.name, f"{tensor.name}_bf16"
         narrow = numpy_helper.to_array(tensor).astype(ml_dtypes.bfloat16)
-        raw = helper.make_tensor(stored, TensorProto.BFLOAT16, narrow.shape, narrow.tobytes(), raw=True)
-        _fill(tensor, raw)
+        tensor.CopyFrom(helper.make_tensor(stored, TensorProto.BFLOAT16, narrow.shape, narrow.tobytes(), raw=True))
         casts.append(helper.make_node("Cast", [stored], [name], f"widen_{name}", to=TensorProto.FLOAT))
     nodes = [*casts, *model.graph.node]
     del model.graph.node[:]
     model.graph.node.extend(nodes)
     _save(model, file)
     return file
-
-
-def _fill(tensor: TensorProto, content: TensorProto) -> None:
-    tensor.Clear()
-    tensor.CopyFrom(content)
 
 
 def _save(model: onnx.ModelProto, file: Path) -> None:
@@ -136,6 +127,6 @@ def _save(model: onnx.ModelProto, file: Path) -> None:
 _PAGE = 4096
 
 
-def feeds(rows: int, seed: int = 0) -> dict[str, NDArray[Any]]:
+def feeds(rows: int) -> dict[str, NDArray[Any]]:
     """Gaussian float32 ``x`` [rows, 4096]."""
-    return {"x": np.random.default_rng(seed).standard_normal((rows, WIDTH), np.float32)}
+    return {"x": np.random.default_rng(0).standard_normal((rows, WIDTH), np.float32)}

@@ -1,5 +1,5 @@
-"""Who is measured: our profiles on each path of the kernel, every peer at its defaults and at its best, and the limits
-of the machine itself.
+"""Who is measured: our profiles on each path of the kernel, every peer at its defaults and at its best, and the limit
+of the processor itself.
 
 A side is a name and what :mod:`bench.kernel.worker` needs to open it; nothing here imports a peer.
 """
@@ -28,7 +28,7 @@ _STOPPING = "session.force_spinning_stop"
 @dataclass(frozen=True, slots=True)
 class Side:
     """``host`` is the module of :mod:`bench.kernel.hosts` that opens it with ``options``; sides of the same ``process``
-    run in one, each on its own copy of the weights. A ``limit`` is no program but what the machine can do."""
+    run in one, each on its own copy of the weights. A ``limit`` is no program but what the processor can do."""
 
     name: str
     host: str
@@ -37,6 +37,11 @@ class Side:
     options: Mapping[str, str] = field(default_factory=dict)
     ours: bool = False
     limit: bool = False
+
+    @property
+    def reads_stored(self) -> bool:
+        """Whether it is OpenVINO at its best, which is given the graph whose matrices are stored in bf16."""
+        return "PERFORMANCE_HINT" in self.options
 
 
 OURS = (
@@ -59,10 +64,7 @@ PEERS = (
     Side("torch bf16, compiled", "torch", "bf16", "torch bf16", {"dtype": "bfloat16", "compiled": "inductor"}),
     Side("torch bf16, zentorch", "torch", "bf16", "zentorch", {"dtype": "bfloat16", "compiled": "zentorch"}),
 )
-FMA = Side("limit: fp32 arithmetic", "limits", "fp32", "limits", {"of": "fma"}, limit=True)
-DOT = Side("limit: bf16 arithmetic", "limits", "bf16", "limits", {"of": "dpbf16"}, limit=True)
-READ = Side("limit: read bandwidth", "limits", "fp32", "limits", {"of": "read"}, limit=True)
-LIMITS = (FMA, DOT, READ)
+LIMIT = Side("limit: bf16 arithmetic", "limits", "bf16", "limits", limit=True)
 PROFILES = tuple(dict.fromkeys(side.options["profile"] for side in OURS))
 
 SETTINGS = {
@@ -70,8 +72,8 @@ SETTINGS = {
     "turns": "every side in a process of its library's own, each on its own copy of the weights; a turn is one run that"
     " does not count and then those that do; turns in an order drawn anew; the next begins when the last one's threads"
     " sleep",
-    "contenders": "what users get of our profiles, limits, and peers that in the first process took less than 1.3 times"
-    " as long as the best of their arithmetic: they have further turns of their own, and further processes",
+    "contenders": "what users get of our profiles, the limit, and peers that in the first process took less than 1.3"
+    " times as long as the best of their arithmetic: they have further turns of their own, and further processes",
     "cold": "a buffer of three times the last-level cache is read before each run",
     "warm": "runs of a turn follow each other at once",
     "ONNX Runtime": "defaults; spinning off; session.force_spinning_stop",
@@ -83,7 +85,7 @@ SETTINGS = {
 
 def side(name: str) -> Side:
     """The side called ``name``."""
-    return next(found for found in (*OURS, *PEERS, *LIMITS) if found.name == name)
+    return next(found for found in (*OURS, *PEERS, LIMIT) if found.name == name)
 
 
 def path_of(profile: str, ran: Collection[str]) -> str | None:

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.core.verdict import FEWEST_PROCESSES, Samples, typical
-from bench.kernel.hosts import Feeds, Subject, Work
-from bench.kernel.sides import LIMITS, PEERS, PROFILES, Arithmetic, Side, path_of
+from bench.kernel.hosts import Feeds, Subject
+from bench.kernel.sides import LIMIT, PEERS, PROFILES, Arithmetic, Side, path_of, side
 from bench.kernel.workers import Workers
 
 Caches = Literal["cold", "warm"]
@@ -63,14 +63,13 @@ QUICK = Effort(1, rounds=1, runs=1)
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Inputs, what they are called, and with which caches they are timed, the first of which are those that are judged:
-    contenders have rounds of their own with these alone. Sides in ``without`` take no part."""
+    contenders have rounds of their own with these alone. Without ``operations`` the limit takes no part."""
 
     label: str
     feeds: Feeds
-    work: Work = field(default_factory=Work)
+    operations: float = 0.0
     caches: Sequence[Caches] = ("cold",)
-    without: Collection[str] = ()
-    against: Collection[Arithmetic] = ("fp32", "bf16")  # of the peers and limits that goals are held against
+    against: Collection[Arithmetic] = ("fp32", "bf16")  # of the peers that goals are held against
 
     def timed(self, caches: Caches) -> str:
         return f"{self.label}, {caches}" if len(self.caches) > 1 else self.label
@@ -123,12 +122,11 @@ class Plan:
 
 
 def contenders(sides: Mapping[str, float], against: Collection[Arithmetic]) -> frozenset[str]:
-    """Whom judged ratios may come to be of, given typical seconds: what users get of our profiles, and of ``against``
-    the limits and every peer that is near the best of its arithmetic. Whoever is slower is not out on a turn's word: it
+    """Whom judged ratios may come to be of, given typical seconds: what users get of our profiles, the limit, and of
+    ``against`` every peer that is near the best of its arithmetic. Whoever is slower is not out on a turn's word: it
     stays in the race, with the turns and processes that all have, and may be found the best at its end."""
-    found = {path_of(profile, sides) for profile in PROFILES}
+    found = {path_of(profile, sides) for profile in PROFILES} | {LIMIT.name}
     for arithmetic in against:
-        found |= {limit.name for limit in LIMITS if limit.arithmetic == arithmetic}
         peers = [peer.name for peer in PEERS if peer.arithmetic == arithmetic and peer.name in sides]
         best = min((sides[name] for name in peers), default=0.0)
         found |= {name for name in peers if sides[name] <= _NEAR * best}
@@ -149,7 +147,7 @@ class _Heat:
         """Times of ``piece``; without further ones where all have taken their turns, of the contenders alone."""
         plan = self.plans.get(piece.label)
         further = process >= self.effort.processes
-        names = [name for name in self.workers.present if name not in piece.without]
+        names = [name for name in self.workers.present if piece.operations or not side(name).limit]
         if further and plan is not None:
             names = [name for name in names if name in plan.names]
         seconds = self._fed(piece, names, timed, first=process == 0)
@@ -196,19 +194,10 @@ class _Heat:
         """Seconds of a run of all of ``names`` that can do ``piece``. In the first process outputs are compared."""
         feeds = self.root / "feeds.npz"
         np.savez(feeds, **dict(piece.feeds))  # type: ignore[arg-type]  # no input is called allow_pickle
-        work = {"operations": piece.work.operations, "bytes": piece.work.bytes}
         outputs = {name: self.root / f"output{index}.npy" for index, name in enumerate(names)}
+        asked = {"do": "feed", "feeds": str(feeds), "operations": piece.operations}
         answers = self.workers.ask_all(
-            {
-                name: {
-                    "do": "feed",
-                    "side": name,
-                    "feeds": str(feeds),
-                    "work": work,
-                    "out": str(file) if first else "",
-                }
-                for name, file in outputs.items()
-            }
+            {name: asked | {"out": str(file) if first else ""} for name, file in outputs.items()}
         )
         present = {name: float(answer["seconds"]) for name, answer in answers.items() if "seconds" in answer}
         if first:
@@ -241,7 +230,7 @@ def copies(sides: Sequence[Side], subject: Subject, root: Path) -> Iterator[dict
     shutil.rmtree(root, ignore_errors=True)  # of a benchmark that was killed
     try:
         for index, side in enumerate(sides):
-            found[side.name] = subject if side.limit else _copied(side, subject, root / str(index))
+            found[side.name] = _copied(side, subject, root / str(index))
         yield found
     finally:
         shutil.rmtree(root, ignore_errors=True)
@@ -249,17 +238,10 @@ def copies(sides: Sequence[Side], subject: Subject, root: Path) -> Iterator[dict
 
 def _copied(side: Side, subject: Subject, root: Path) -> Subject:
     """Only what the side reads: torch makes its weights itself, and reads layers' into its own memory."""
-    if side.host == "torch":
+    if side.limit or side.host == "torch":
         return subject
     if side.ours:
-        return Subject(subject.name, _tree(subject.artifact, root / "artifact" / "1"), subject.graph, subject.stored)
-    if "PERFORMANCE_HINT" in side.options:
-        stored = _tree(subject.stored.parent, root / "stored") / subject.stored.name
-        return Subject(subject.name, subject.artifact, subject.graph, stored)
-    graph = _tree(subject.graph.parent, root / "graph") / subject.graph.name
-    return Subject(subject.name, subject.artifact, graph, subject.stored)
-
-
-def _tree(source: Path, target: Path) -> Path:
-    shutil.copytree(source, target)
-    return target
+        return replace(subject, artifact=shutil.copytree(subject.artifact, root / "artifact" / "1"))
+    file = subject.stored if side.reads_stored else subject.graph
+    copy = shutil.copytree(file.parent, root / "graph") / file.name
+    return replace(subject, stored=copy) if side.reads_stored else replace(subject, graph=copy)

@@ -1,25 +1,24 @@
 """``python -m bench.kernel.worker``: a process that holds some sides open and runs one of them when told to.
 
-It reads requests from stdin and answers each with one line, JSON both ways. What libraries print goes to stderr.
+Its requests and answers are those of :mod:`bench.core.child`.
 """
 
 from __future__ import annotations
 
 import gc
-import json
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.kernel.hosts import Absent, Prepare, Prepared, Subject, Work
+from bench.core.child import answer_all
+from bench.kernel.hosts import Absent, Feeds, Prepare, Run, Subject
 from bench.kernel.sides import side
 
 _ASLEEP = 0.1  # share of one processor
@@ -29,13 +28,27 @@ _SLOW_S = 0.05  # of a run this long nobody sees whether the threads had to be w
 
 
 class Worker:
-    """The open sides, and what each is prepared for."""
+    """The open sides, and the runs that each is prepared for."""
 
     def __init__(self) -> None:
         self._open: dict[str, Prepare] = {}
-        self._prepared: dict[str, Prepared] = {}
+        self._runs: dict[str, Run] = {}
         self._usual: dict[str, float] = {}
         self._flush = np.ones(3 * last_level_cache() // 8)
+
+    def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Do what is asked. A side that fails says why, and does not end the others."""
+        act: Callable[[Mapping[str, Any]], dict[str, Any]] = getattr(self, request["do"])
+        gc.collect()
+        gc.disable()  # it costs milliseconds when it comes
+        try:
+            return act(request)
+        except Exception as error:  # noqa: BLE001 - other people's programs raise what they like
+            if not isinstance(error, Absent):
+                print(f"{request['side']}: {error!r}", file=sys.stderr)
+            return {"absent": (str(error).strip() or type(error).__name__).splitlines()[0][:200]}
+        finally:
+            gc.enable()
 
     def open(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Load the model."""
@@ -47,47 +60,45 @@ class Worker:
     def feed(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Prepare a side for inputs and run it twice; its outputs go to the file ``out``, where there is one."""
         name = request["side"]
-        self._prepared.pop(name, None)
-        with np.load(request["feeds"]) as stored:
-            feeds = {key: stored[key] for key in stored.files}
-        prepared = self._open[name](feeds, Work(**request["work"]))
-        result = prepared.run()
-        if request["out"] and not prepared.measures:
+        self._runs.pop(name, None)
+        run = self._open[name](_feeds(request["feeds"]), request["operations"])
+        result = run()
+        if request["out"] and not side(name).limit:
             np.save(request["out"], first_output(result))
-        self._prepared[name] = prepared
-        self._usual[name] = self._seconds(prepared)
+        self._runs[name] = run
+        self._usual[name] = self._seconds(name)
         return {"seconds": self._usual[name]}
 
     def time(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Seconds of ``runs`` runs, the first after one that does not count; ``cold``: the caches are emptied before
         each. Answers once this process sleeps."""
-        prepared = self._prepared[request["side"]]
-        if self._usual[request["side"]] < _SLOW_S:
-            prepared.run()
+        name = request["side"]
+        if self._usual[name] < _SLOW_S:
+            self._runs[name]()
         seconds = []
         for _ in range(request["runs"]):
             if request["cold"]:
                 self._flush.sum()
-            seconds.append(self._seconds(prepared))
+            seconds.append(self._seconds(name))
         settle()
         return {"seconds": seconds}
 
     def outputs(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """What a side makes of each of ``feeds``, files of inputs; into the file ``out``."""
-        found = []
-        for file in request["feeds"]:
-            with np.load(file) as stored:
-                feeds = {key: stored[key] for key in stored.files}
-            found.append(first_output(self._open[request["side"]](feeds, Work()).run()))
-        np.savez(request["out"], *found)
+        prepare = self._open[request["side"]]
+        np.savez(request["out"], *(first_output(prepare(_feeds(file), 0.0)()) for file in request["feeds"]))
         return {}
 
-    @staticmethod
-    def _seconds(prepared: Prepared) -> float:
+    def _seconds(self, name: str) -> float:
         started = time.perf_counter()
-        result = prepared.run()
+        result = self._runs[name]()
         elapsed = time.perf_counter() - started
-        return float(result) if prepared.measures else elapsed
+        return float(result) if side(name).limit else elapsed
+
+
+def _feeds(file: str) -> Feeds:
+    with np.load(file) as stored:
+        return {key: stored[key] for key in stored.files}
 
 
 def settle() -> None:
@@ -119,30 +130,5 @@ def first_output(result: Any) -> NDArray[np.float32]:
     return np.array(result, np.float32)
 
 
-def serve(requests: TextIO, answers: TextIO) -> None:
-    """Answer until there are no more requests. A side that fails says why, and does not end the others."""
-    worker = Worker()
-    for line in requests:
-        request = json.loads(line)
-        act: Callable[[Mapping[str, Any]], dict[str, Any]] = getattr(worker, request["do"])
-        gc.collect()
-        gc.disable()  # it costs milliseconds when it comes
-        try:
-            answer = act(request)
-        except Exception as error:  # noqa: BLE001 - other people's programs raise what they like
-            answer = {"absent": first_line(error)}
-            if not isinstance(error, Absent):
-                print(f"{request['side']}: {error!r}", file=sys.stderr)
-        gc.enable()
-        print(json.dumps(answer), file=answers, flush=True)
-
-
-def first_line(error: Exception) -> str:
-    """What ``error`` says, for a note."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-
-
 if __name__ == "__main__":
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    serve(sys.stdin, channel)
+    answer_all(Worker().answer)

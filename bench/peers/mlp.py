@@ -10,8 +10,7 @@ from contextlib import ExitStack
 from functools import partial
 
 from bench.core import models
-from bench.core.grid import Grid
-from bench.core.results import Measurement, Result
+from bench.core.results import Grid, Measurement, Result
 from bench.core.rounds import Effort, Round, Turn, samples, take_turns
 from bench.core.verdict import FEWEST_PROCESSES, Samples, ratio, typical
 from bench.core.workspace import Workspace

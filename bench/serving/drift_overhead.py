@@ -19,9 +19,8 @@ from pathlib import Path
 from statistics import median
 
 from bench.core import models
-from bench.core.grid import Grid
 from bench.core.processes import Server, bf16_serve, drift_samples
-from bench.core.results import Measurement, Result
+from bench.core.results import Grid, Measurement, Result
 from bench.core.rounds import Effort, Round, Turn, samples, take_turns
 from bench.core.verdict import FEWEST_PROCESSES, ratio, typical
 from bench.core.workspace import Workspace

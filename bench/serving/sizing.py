@@ -7,9 +7,7 @@ page, and where the product meets a limit that is known.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 from bench.core import models
 from bench.core.publishing import Published
@@ -26,84 +24,64 @@ _HIDDEN = 384  # of MiniLM, whose answer is a float32 of it for each token
 _REPORTS_PER_SECOND = 100  # that the front of deploy/ray asks for, at most
 
 
-@dataclass(frozen=True, slots=True)
-class One:
-    """What one replica of one core does and takes, and where that was measured."""
-
-    mlp: float  # requests per second
-    short: float  # MiniLM's of 16 tokens
-    long: float  # of 128 tokens
-    memory: float  # MB: a process with MiniLM, its weights its own, without a reference
-    message: int  # bytes of a request for MiniLM of 16 tokens, and of its answer
-    series: int
-    scrape: int  # bytes
-    samples: float  # of drift, per second at most
-
-
-def measured(found: Sequence[Published]) -> One:
-    """From published results; NaN where there are none of a kind."""
-    throughput, overload = _of(found, "throughput_minilm"), _of(found, "overload")
-
-    def per_core(case: str) -> float:
-        client = _value(throughput, f"{case}: processor time of the client") / 100
-        cores: float = throughput.get("machine", {}).get("cores", math.nan)
-        return _value(throughput, f"{case}: served") / (cores * (1 - client))
-
-    return One(
-        mlp=1e6 / _value(overload, "MLP: server's processor time per call"),
-        short=per_core("16 clients of 1 × 16"),
-        long=per_core("16 clients of 1 × 128"),
-        memory=_value(_of(found, "memory"), "bf16-serve without a reference"),
-        message=_message_bytes(),
-        series=_SERIES,
-        scrape=_SCRAPE,
-        samples=ShadowPolicy().max_per_second,
-    )
-
-
 def table(found: Sequence[Published]) -> str:
-    """In Markdown, a column for each number of replicas."""
-    one = measured(found)
-    link = 2 * _HEADERS + one.message
-
-    def times(value: float, unit: str, scale: float = 1.0) -> Callable[[int], str]:
-        return lambda replicas: f"{_rounded(value * replicas * scale)} {unit}".rstrip() if value == value else "–"
-
-    rows: dict[str, Callable[[int], str]] = {
-        "16→16 MLP, requests per second": times(one.mlp, ""),
-        "MiniLM, 16 tokens, requests per second": times(one.short, ""),
-        "MiniLM, 128 tokens, requests per second": times(one.long, ""),
-        "memory with MiniLM, no reference": times(one.memory, "GB", 1e-3),
-        "network, MiniLM of 16 tokens, both ways": times(one.short * link * 8, "Gbit/s", 1e-9),
-        "Prometheus: series": times(one.series, ""),
-        f"Prometheus: samples per second, every {_SCRAPE_SECONDS} s": times(one.series / _SCRAPE_SECONDS, ""),
-        "Prometheus: scraped": times(one.scrape / _SCRAPE_SECONDS, "kB/s", 1e-3),
-        "drift: samples per second, at most": times(one.samples, ""),
-        "connections, of 100 clients that balance over a headless Service": times(100, ""),
-        "Ray: seconds between two reports of a replica": lambda n: _rounded(max(1.0, n / _REPORTS_PER_SECOND)),
+    """In Markdown, a column for each number of replicas; a dash for what nobody measured."""
+    short = _per_core(found, "16 clients of 1 × 16")
+    link = 2 * _HEADERS + _message_bytes()
+    # Of one replica of one core: a number, and the unit that it is given in.
+    one: dict[str, tuple[float, str]] = {
+        "16→16 MLP, requests per second": (
+            1e6 / _value(found, "overload", "MLP: server's processor time per call"),
+            "",
+        ),
+        "MiniLM, 16 tokens, requests per second": (short, ""),
+        "MiniLM, 128 tokens, requests per second": (_per_core(found, "16 clients of 1 × 128"), ""),
+        "memory with MiniLM, no reference": (_value(found, "memory", "bf16-serve without a reference") / 1e3, "GB"),
+        "network, MiniLM of 16 tokens, both ways": (short * link * 8 / 1e9, "Gbit/s"),
+        "Prometheus: series": (_SERIES, ""),
+        f"Prometheus: samples per second, every {_SCRAPE_SECONDS} s": (_SERIES / _SCRAPE_SECONDS, ""),
+        "Prometheus: scraped": (_SCRAPE / _SCRAPE_SECONDS / 1e3, "kB/s"),
+        "drift: samples per second, at most": (ShadowPolicy().max_per_second, ""),
+        "connections, of 100 clients that balance over a headless Service": (100, ""),
     }
+    rows = {name: [_cell(value * replicas, unit) for replicas in REPLICAS] for name, (value, unit) in one.items()}
+    reports = [_cell(max(1.0, replicas / _REPORTS_PER_SECOND)) for replicas in REPLICAS]
+    rows["Ray: seconds between two reports of a replica"] = reports
     lines = ["| replicas, a core each | " + " | ".join(map(str, REPLICAS)) + " |", "|---|" + "--:|" * len(REPLICAS)]
-    lines += [f"| {name} | " + " | ".join(map(cell, REPLICAS)) + " |" for name, cell in rows.items()]
+    lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
     return "\n".join(lines) + "\n"
 
 
-def _rounded(value: float) -> str:
+def _cell(value: float, unit: str = "") -> str:
     """Two significant digits: more would claim a precision that no product of this kind has."""
+    if math.isnan(value):
+        return "–"
     digits = float(f"{value:.2g}")
-    return f"{digits:,.0f}" if digits >= 10 else f"{digits:g}"
+    return f"{f'{digits:,.0f}' if digits >= 10 else f'{digits:g}'} {unit}".rstrip()
 
 
-def _of(found: Sequence[Published], benchmark: str) -> Mapping[str, Any]:
-    """Of the last kind of machine that has it; nothing where none has."""
-    return next((one.contents[benchmark] for one in reversed(found) if benchmark in one.contents), {})
+def _per_core(found: Sequence[Published], case: str) -> float:
+    """Rows per second of a core that only serves."""
+    client = _value(found, "throughput_minilm", f"{case}: processor time of the client") / 100
+    of = _last(found, "throughput_minilm")
+    cores = of.contents["throughput_minilm"]["machine"].get("cores", math.nan) if of else math.nan
+    return _value(found, "throughput_minilm", f"{case}: served") / (cores * (1 - client))
 
 
-def _value(result: Mapping[str, Any], name: str) -> float:
+def _last(found: Sequence[Published], benchmark: str) -> Published | None:
+    """The last kind of machine that has it."""
+    return next((one for one in reversed(found) if benchmark in one.contents), None)
+
+
+def _value(found: Sequence[Published], benchmark: str, name: str) -> float:
     """NaN where nobody measured it."""
-    return next((float(each["value"]) for each in result.get("measurements", ()) if each["name"] == name), math.nan)
+    of = _last(found, benchmark)
+    one = of.find(benchmark, name) if of else None
+    return float(one["value"]) if one else math.nan
 
 
 def _message_bytes() -> int:
+    """Of a request for MiniLM of 16 tokens, and of its answer."""
     feeds = models.minilm_feeds(1, models.TOKENS)
     answer = pb.ModelInferResponse(model_name="minilm", model_version="1")
     answer.outputs.add(name="last_hidden_state", datatype="FP32", shape=(1, models.TOKENS, _HIDDEN))

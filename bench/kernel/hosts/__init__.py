@@ -13,6 +13,8 @@ from typing import Any
 from numpy.typing import NDArray
 
 Feeds = Mapping[str, NDArray[Any]]
+Run = Callable[[], Any]  # gives the outputs; of the limit, the seconds that the work takes at least
+Prepare = Callable[[Feeds, float], Run]  # from the inputs, and the arithmetic operations that a run has to do
 
 
 class Absent(Exception):
@@ -34,22 +36,3 @@ class Subject:
     @classmethod
     def from_dict(cls, content: Mapping[str, str]) -> Subject:
         return cls(content["name"], *(Path(content[key]) for key in ("artifact", "graph", "stored")))
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a run has to do at least: arithmetic operations, and bytes of weights that it reads."""
-
-    operations: float = 0.0
-    bytes: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """``run`` runs once and gives the outputs; of a limit it gives seconds, and ``measures`` itself."""
-
-    run: Callable[[], Any]
-    measures: bool = False
-
-
-Prepare = Callable[[Feeds, Work], Prepared]

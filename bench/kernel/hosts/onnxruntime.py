@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bench.kernel.hosts import Feeds, Prepare, Prepared, Subject, Work
+from bench.kernel.hosts import Feeds, Prepare, Run, Subject
 from bf16kit.runtime.ort.session import ort
 
 
@@ -15,8 +15,8 @@ def open_side(options: Mapping[str, str], subject: Subject) -> Prepare:
         configured.add_session_config_entry(key, value)
     session = ort.InferenceSession(str(subject.graph), configured, providers=["CPUExecutionProvider"])
 
-    def prepare(feeds: Feeds, _: Work) -> Prepared:
+    def prepare(feeds: Feeds, _: float) -> Run:
         given = dict(feeds)
-        return Prepared(lambda: session.run(None, given))
+        return lambda: session.run(None, given)
 
     return prepare

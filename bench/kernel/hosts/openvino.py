@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from bench.kernel.hosts import Absent, Feeds, Prepare, Prepared, Subject, Work
+from bench.kernel.hosts import Absent, Feeds, Prepare, Run, Subject
 
 _PRECISION = "INFERENCE_PRECISION_HINT"
 
@@ -26,8 +26,8 @@ def open_side(options: Mapping[str, str], subject: Subject) -> Prepare:
         raise Absent(f"OpenVINO computes in {chosen} here")
     request: Any = compiled.create_infer_request()
 
-    def prepare(feeds: Feeds, _: Work) -> Prepared:
+    def prepare(feeds: Feeds, _: float) -> Run:
         given = dict(feeds)
-        return Prepared(lambda: request.infer(given, share_inputs=True, share_outputs=True))
+        return lambda: request.infer(given, share_inputs=True, share_outputs=True)
 
     return prepare

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from bench.kernel.hosts import Absent, Feeds, Prepare, Prepared, Subject, Work
+from bench.kernel.hosts import Absent, Feeds, Prepare, Run, Subject
 from bench.kernel.sides import THREADS
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.messages.errors import ArtifactError, ConfigError
@@ -29,7 +29,7 @@ def open_side(options: Mapping[str, str], subject: Subject) -> Prepare:
     if not runtime.info.kernel:
         raise Absent(runtime.info.note or "no node of this graph runs on the kernel")
 
-    def prepare(feeds: Feeds, _: Work) -> Prepared:
-        return Prepared(lambda: runtime.run(feeds))
+    def prepare(feeds: Feeds, _: float) -> Run:
+        return lambda: runtime.run(feeds)
 
     return prepare

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from bench.core import models
-from bench.kernel.hosts import Absent, Feeds, Prepare, Prepared, Subject, Work
+from bench.kernel.hosts import Absent, Feeds, Prepare, Run, Subject
 from bench.kernel.sides import THREADS
 
 
@@ -24,7 +24,7 @@ def open_side(options: Mapping[str, str], subject: Subject) -> Prepare:
     if backend:
         _allow_compiling(backend)
 
-    def prepare(feeds: Feeds, _: Work) -> Prepared:
+    def prepare(feeds: Feeds, _: float) -> Run:
         tensors = {name: _tensor(array, dtype) for name, array in feeds.items()}
         arguments, named = (list(tensors.values()), {}) if len(tensors) == 1 else ([], tensors)
         called: Callable[..., object] = _compiled(module, backend, subject) if backend else module
@@ -33,7 +33,7 @@ def open_side(options: Mapping[str, str], subject: Subject) -> Prepare:
             with torch.no_grad() if backend else torch.inference_mode():
                 return called(*arguments, **named)
 
-        return Prepared(run)
+        return run
 
     return prepare
 

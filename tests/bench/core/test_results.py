@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.core.results import Measurement, Result, content_of, samples_of, table, write
+from bench.core.results import Measurement, Result, content_of, table, write
 from bench.core.verdict import Estimate
 
 
@@ -26,5 +26,4 @@ def test_a_written_result_has_every_run(tmp_path: Path) -> None:
         {"name": "m", "value": 2.0, "unit": "", "interval": [1.0, 3.0], "at_least": 1.5, "verdict": "undecided"}
     ]
     assert content["samples_ms"]["work"]["a"] == ["1 2, 1.5", "3, 4"]
-    assert samples_of(content["samples_ms"]["work"]["a"]) == samples
-    assert "undecided" in table([found])
+    assert "undecided" in table(found)

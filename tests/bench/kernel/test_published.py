@@ -34,7 +34,7 @@ def timed() -> Timed:
 def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Published:
     """Return the layers' result as it is read for publishing; its commit counts as one of the history."""
     monkeypatch.setattr(machine, "in_history", lambda commit: commit == MACHINE["commit"])
-    made = result("kernel", timed(), GOALS, title="t", tolerance={}, effort=FULL, settings={})
+    made = result("kernel", timed(), GOALS, title="t", effort=FULL, settings={})
     (tmp_path / "k-2cpu").mkdir()
     (tmp_path / "k-2cpu" / "kernel.json").write_text(json.dumps(content_of(made, command="c", machine=MACHINE)))
     read = publishing.read(tmp_path / "k-2cpu")
