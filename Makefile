@@ -133,7 +133,7 @@ python-ray = sh tests/ray/run.sh build/environments/ray/bin/python -m pytest
 $(suites): test-%: setup $$(addprefix build/environments/,$$(addsuffix /.installed,$$(needs-$$*)))
 	@time $(or $(python-$*),$(BIN)/pytest) $(suite-$*) $(PYTEST_ARGS)
 
-test-weekly: setup ## property tests and state machines with new examples; the lowest and the newest dependencies; Python 3.12 to 3.14; steps: WEEKLY_ARGS (.ci/weekly)
+test-weekly: setup ## property tests and state machines with new examples; each benchmark; the lowest and the newest dependencies; Python 3.12 to 3.14; steps: WEEKLY_ARGS (.ci/weekly)
 	@EXTRAS=$(EXTRAS) .ci/weekly $(WEEKLY_ARGS)
 
 # Packages that conflict with those of .venv, or that few tests need, are in environments of their own: tests/environments/*.txt.
@@ -204,6 +204,10 @@ bench-kernel: setup ## compare the kernel with ONNX Runtime, OpenVINO, torch and
 	@status=0; $(BIN)/python -m bench kernel kernel_minilm kernel_lm kernel_drift || status=$$?; \
 	$(BIN)/python -m bench.report || status=1; exit $$status
 
+bench-quick: setup ## run each benchmark with few repetitions, to see that it still runs; publishes nothing; part of make test-weekly
+	@$(BIN)/python -m pip $(INSTALL) -c constraints.txt openvino zentorch
+	@$(BIN)/python -m bench all --quick
+
 bench-drift: setup ## measure which faults live drift detects, and how soon; writes docs/drift.md
 	@rm -f build/faults.jsonl && mkdir -p build
 	@BF16KIT_FAULTS=build/faults.jsonl $(BIN)/pytest -q -n 0 tests/e2e/test_drift_faults.py tests/e2e/test_service_faults.py -k 'not the_page_has'
@@ -216,4 +220,4 @@ clean: ## remove the files that builds and tests leave behind; .venv stays
 	rm -rf build dist ./*.egg-info conformance/{build,.pytest_cache,*.egg-info} .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
-.PHONY: help setup check docs test $(suites) test-weekly test-kernel test-kernel-versions test-kernel-emulated test-kernel-aarch64 demo serve image release conformance soak fuzz proto bench bench-kernel bench-drift bench-gpu clean
+.PHONY: help setup check docs test $(suites) test-weekly test-kernel test-kernel-versions test-kernel-emulated test-kernel-aarch64 demo serve image release conformance soak fuzz proto bench bench-kernel bench-quick bench-drift bench-gpu clean

@@ -4,6 +4,7 @@
 Each benchmark runs in a process of its own, one after the other, so that none inherits another's threads or memory.
 ``python -m bench readme`` measures what README shows, and writes README and the documentation from it. When the result
 of one of them is not published, run that one again at the same commit, then ``python -m bench.report``.
+``python -m bench all --quick`` shows that each still runs.
 
 Exit code 1 when a benchmark failed or its result is not fit to be published (:mod:`bench.core.publishing`): it is
 printed, and kept in ``build/bench``. Goals that are missed are results like others.
@@ -13,16 +14,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from bench import report
 from bench.core import machine, publishing, results
-from bench.core.publishing import Published
 from bench.core.workspace import Workspace
 
 MODULES = {
@@ -41,7 +40,9 @@ MODULES = {
     "kernel_drift": "kernel.drift",
     "gpu": "gpu.gpu",
 }
-README = "readme"  # all that README's table shows
+README, EVERY = "readme", "all"
+GROUPS: Mapping[str, Sequence[str]] = {README: report.HEADLINES, EVERY: tuple(MODULES)}
+ELSEWHERE = ("gpu", "peers_mlp")  # need a GPU, and packages of other servers: where these are missing, nothing is wrong
 UNPUBLISHED = machine.ROOT / "build" / "bench"  # where results go that are not fit to be published
 
 
@@ -56,9 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Benchmarks of bf16kit.")
-    parser.add_argument(
-        "names", nargs="+", metavar="NAME", help=f"{', '.join(MODULES)}; or {README}: what README shows"
-    )
+    groups = f"{README}: what README shows; {EVERY}: all of them"
+    parser.add_argument("names", nargs="+", metavar="NAME", help=f"{', '.join(MODULES)}; or {groups}")
     parser.add_argument("--quick", action="store_true", help="few repetitions, to see that it runs; writes no results")
     parser.add_argument("--workspace", type=Path, help="keep converted models here for the next run")
     parser.add_argument("--results", type=Path, default=results.here(), help="where results go, bench/results/MACHINE")
@@ -66,28 +66,25 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(chosen: argparse.Namespace, workspace: Path) -> int:
-    names = report.HEADLINES if chosen.names == [README] else chosen.names
-    unknown = sorted(set(names) - MODULES.keys())
-    if unknown:
-        alone = f"{README!r} is not combined with others" if README in unknown else f"no benchmark {unknown[0]!r}"
-        print(f"{alone}; there are {README}, {', '.join(MODULES)}", file=sys.stderr)
+    names = GROUPS.get(chosen.names[0], chosen.names) if len(chosen.names) == 1 else chosen.names
+    if unknown := sorted(set(names) - MODULES.keys()):
+        alone = (
+            f"{unknown[0]!r} is not combined with others" if unknown[0] in GROUPS else f"no benchmark {unknown[0]!r}"
+        )
+        print(f"{alone}; there are {', '.join((*GROUPS, *MODULES))}", file=sys.stderr)
         return 2
     if len(names) == 1:
         return _measure(names[0], Workspace(workspace), chosen)
     flags = ["--workspace", str(workspace), "--results", str(chosen.results), *(["--quick"] if chosen.quick else [])]
-    ended = [subprocess.run([sys.executable, "-m", "bench", name, *flags], check=False).returncode for name in names]
-    status = int(any(ended))  # that of a process which a signal ended is negative
-    return _tell(chosen, status) if chosen.names == [README] else status
-
-
-def _tell(chosen: argparse.Namespace, status: int) -> int:
-    """README's table of what was just measured. The pages follow what is published, which may be less."""
-    if not chosen.quick:
+    ended = {
+        name: subprocess.run([sys.executable, "-m", "bench", name, *flags], check=False).returncode for name in names
+    }
+    status = int(any(ended.values()))  # that of a process which a signal ended is negative
+    if status:
+        print(f"failed: {', '.join(name for name, code in ended.items() if code)}", file=sys.stderr)
+    if chosen.names == [README] and not chosen.quick:  # the pages follow what is published, which may be less
         print(report.numbers([publishing.read(chosen.results)]))
         return max(status, report.main(["--results", str(chosen.results.parent)]))
-    files = [UNPUBLISHED / f"{name}.json" for name in report.HEADLINES]
-    contents = {file.stem: json.loads(file.read_text("utf-8")) for file in files if file.exists()}
-    print(report.numbers([Published(machine.key(), contents)]))
     return status
 
 
@@ -110,8 +107,8 @@ def _measure(name: str, workspace: Workspace, chosen: argparse.Namespace) -> int
     described |= others.shares() | {"clean": described["clean"] and machine.unchanged(described)}
     command = f"python -m bench {name}{' --quick' * chosen.quick}"
     content = results.content_of(result, command=command, machine=described)
-    if result.skipped:  # nothing is wrong where a GPU is missing; elsewhere somebody asked for a number and got none
-        return int(name != "gpu")
+    if result.skipped:
+        return int(name not in ELSEWHERE)
     if reason := publishing.unfit(content):
         print(f"  (not published: {reason}; see {results.write(content, UNPUBLISHED)})")
         return 0 if chosen.quick else 1

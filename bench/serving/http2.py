@@ -1,7 +1,7 @@
 """Unary gRPC calls over plain HTTP/2 connections, from a client that costs little and never blocks on a server.
 
 grpcio's client spends 130 to 250 µs of processor time per call, taken from the server on a machine they share; this one
-spends about 40 µs. It knows just enough of RFC 9113. As a gRPC client does, it has at most as many calls open on a
+spends about 30 µs. It knows just enough of RFC 9113. As a gRPC client does, it has at most as many calls open on a
 connection as the server allows. The others wait here, and end as "not sent" after :data:`PATIENCE_S`, like a client
 whose deadline has passed.
 """

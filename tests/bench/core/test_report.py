@@ -78,7 +78,7 @@ def test_each_benchmark_and_result_that_the_pages_name_exists() -> None:
     pages = [ROOT / "README.md", ROOT / "Makefile", *sorted((ROOT / "docs").rglob("*.md"))]
     text = "\n".join(page.read_text("utf-8") for page in pages)
     for names in re.findall(r"python -m bench((?: [a-z_]+)+)", text):
-        assert set(names.split()) <= {*program.MODULES, program.README}
+        assert set(names.split()) <= {*program.MODULES, *program.GROUPS}
     for module in re.findall(r"python -m (bench\.[a-z_.]*[a-z])", text):
         assert (ROOT / f"{module.replace('.', '/')}.py").exists(), module
     for pattern in re.findall(r"bench/results/(\S+?\.json)", text):
