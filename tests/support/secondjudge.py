@@ -7,7 +7,7 @@ its formula to :data:`FORMULAS`; metrics without one are ignored.
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -84,8 +84,10 @@ FORMULAS: dict[str, Callable[[Array, Array], float]] = {
 _FAR = {"relative_l2": math.inf, "cosine_distance": 1.0, "max_abs": math.inf}
 
 
-def figures(reference: Array, candidate: Array, logits: bool, whole: Array | None = None) -> dict[str, float]:
-    """Return all figures of one sample of one output; fills are recognised in the ``whole`` output of its feed."""
+def figures(
+    reference: Array, candidate: Array, logits: bool, fills: Collection[float] | None = None
+) -> dict[str, float]:
+    """Return all figures of one sample of one output; ``fills`` are those of the whole output of its feed."""
     r, c = np.asarray(reference, np.float64), np.asarray(candidate, np.float64)
     found: dict[str, float] = {}
     if logits and np.asarray(reference).dtype.kind in "iub":
@@ -99,18 +101,21 @@ def figures(reference: Array, candidate: Array, logits: bool, whole: Array | Non
         found |= {"top1_matches": float(np.sum(ties)), "top1_rows": float(best.size)}
     kept = np.isfinite(r) & np.isfinite(c)
     found["nonfinite"] = float(np.sum(~kept & (r != c) & ~(np.isnan(r) & np.isnan(c))))
-    every = np.asarray(reference if whole is None else whole, np.float64)
-    every = every[np.isfinite(every)]
-    ends = {float(every.min()), float(every.max())} if every.size else set()
-    others = np.abs(every[(every != 0) & ~np.isin(every, list(ends))])
-    for end in ends:
-        if others.size and abs(end) > _FILL * max(
-            1.0, float(np.median(others))
-        ):  # a constant for infinity, maybe in bf16
-            kept &= (r != end) | ((c != end) & (c != _in_bf16(end)))
+    for fill in _fills(reference) if fills is None else fills:
+        kept &= (r != fill) | ((c != fill) & (c != _in_bf16(fill)))
     if found["nonfinite"]:
         return found | _FAR
     return found | {name: formula(r[kept], c[kept]) for name, formula in FORMULAS.items()}
+
+
+def _fills(whole: Array) -> list[float]:
+    """Return the ends of an output that stand for infinity: constants far beyond its usual magnitude."""
+    every = np.asarray(whole, np.float64)
+    every = every[np.isfinite(every)]
+    ends = {float(every.min()), float(every.max())} if every.size else set()
+    others = np.abs(every[(every != 0) & ~np.isin(every, list(ends))])
+    usual = max(1.0, float(np.median(others))) if others.size else math.inf
+    return [end for end in ends if abs(end) > _FILL * usual]
 
 
 def _in_bf16(value: float) -> float:
@@ -187,12 +192,13 @@ def _run_again(path: Path, manifest: Mapping[str, Any], measured: Mapping[str, A
         for output in manifest["outputs"]:
             name, columns = output["name"], measured[profile]["outputs"][output["name"]]
             pairs = [
-                (*pair, r[name])
+                (*pair, fills)
                 for r, c in zip(expected, actual, strict=True)
+                for fills in [_fills(r[name])]
                 for pair in _samples(r[name], c[name], manifest)
             ]
-            for place, (r, c, whole) in enumerate(pairs[: len(columns["nonfinite"])]):
-                for metric, value in figures(r, c, output.get("kind") == "logits", whole).items():
+            for place, (r, c, fills) in enumerate(pairs[: len(columns["nonfinite"])]):
+                for metric, value in figures(r, c, output.get("kind") == "logits", fills).items():
                     where = f"the second judge: {path}, {profile}, {name!r}, sample {place}"
                     _same(where, metric, columns[metric][place], value)
 
