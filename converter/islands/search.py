@@ -183,8 +183,11 @@ class _Search:
                 breaches = breaches_of(budget, self._before)
                 if not breaches and not self._task.written:
                     return self._result(frozenset(), self._before)
-                if left := breaches_of(budget, self._drifts(everything)):
+                with_everything = self._drifts(everything)
+                if left := breaches_of(budget, with_everything):
                     return self._no_solution(left[0])
+                if not everything:  # all is kept for other profiles, unlike when it was written
+                    return self._result(everything, with_everything)
         except OutOfTime:
             return SearchResult(self._task.profile.name, complete=False, error=_NO_TIME)
         part = _SHARE_OF_ROUNDING if self._task.profile.rounds else _SHARE

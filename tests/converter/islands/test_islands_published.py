@@ -60,6 +60,22 @@ def test_a_model_over_budget_is_published_with_the_parts_at_fault_in_fp32(
 
 
 @pytest.mark.long
+def test_a_profile_for_which_other_searches_left_no_candidate_is_searched_no_further(
+    cli: Cli, tmp_path: Path, target: Path
+) -> None:
+    """Where all inputs are integers, nothing varies in bf16 once every weight is kept for cpu."""
+    proto = graphs.parsed(
+        "(int64[batch, 4] ids) => (float[batch, 4, 32] y) { row = Gather (table, ids) y = MatMul (row, w) }",
+        table=graphs.values(64, 32),
+        w=graphs.values(32, 32, seed=1),
+    )
+    onnx.save(proto, tmp_path / "m.onnx")
+    bounds = [part for name in ("relative_l2", "cosine_distance") for part in ("--budget", f"{name}=1e-6")]
+    cli("checkpoint", tmp_path / "m.onnx", "--out", target, *bounds, *ONNX_ONLY).published()
+    assert {entry.precision for entry in Artifact.open(target).manifest.plan.nodes["cuda"]} == {"fp32"}
+
+
+@pytest.mark.long
 def test_the_terminal_the_plan_and_the_report_name_the_islands_and_their_worth(
     cli: Cli, tmp_path: Path, target: Path
 ) -> None:
