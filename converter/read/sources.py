@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from bf16kit.converter.graph.dimensions import UNKNOWN, name_dimensions
 from bf16kit.converter.graph.equality import OTHER_FLOATS
+from bf16kit.converter.graph.operators import MOVEMENT
 from bf16kit.converter.options import Options
 from bf16kit.converter.source import Array, Checkpoint, Sampler, Source, TorchModel
 from bf16kit.messages.errors import ConversionError, RuntimeFailure, SourceError, UsageError
@@ -219,11 +220,26 @@ def input_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
 
 
 def output_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
-    """Return the graph's outputs as :func:`input_specs` does, each with the kind that its name suggests."""
-    return name_dimensions(
-        [replace(spec := _spec(value, "other"), kind=kind_of(spec.name, spec.dtype)) for value in model.graph.outputs],
-        input_specs(model),
-    )
+    """Return the graph's outputs as :func:`input_specs` does, each with the kind that its name suggests.
+
+    Integers that the graph chose by comparing scores are labels, whatever their name.
+    """
+    found = []
+    for value in model.graph.outputs:
+        spec = _spec(value, "other")
+        chosen = "int" in spec.dtype and _is_chosen(value)
+        found.append(replace(spec, kind="logits" if chosen else kind_of(spec.name, spec.dtype)))
+    return name_dimensions(found, input_specs(model))
+
+
+def _is_chosen(value: ir.Value | None) -> bool:
+    """Whether ``value`` holds indices that ArgMax, ArgMin or TopK chose, moved at most."""
+    node = None if value is None else value.producer()
+    if node is None:
+        return False
+    if node.op_type in (*MOVEMENT, "Cast"):
+        return all(map(_is_chosen, node.inputs if node.op_type == "Concat" else node.inputs[:1]))
+    return node.op_type in ("ArgMax", "ArgMin") or (node.op_type == "TopK" and value is node.outputs[1])
 
 
 def kind_of(name: str, dtype: str) -> Kind:

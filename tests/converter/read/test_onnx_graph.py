@@ -56,6 +56,23 @@ def test_edges_that_cannot_be_served_are_rejected(shape: list[int | str | None] 
         input_specs(_model(shape, dtype))
 
 
+@pytest.mark.parametrize(
+    ("nodes", "kind"),
+    [
+        ("best = ArgMax <axis = 1> (x) y = Cast <to = 6> (best)", "logits"),
+        (
+            "best, ids = TopK (x, two) first, second = Split <axis = 1> (ids) y = Concat <axis = 1> (second, first)",
+            "logits",
+        ),
+        ("best = ArgMax <axis = 1> (x) y = Concat <axis = 1> (best, two)", "other"),
+        ("y = Cast <to = 6> (x)", "other"),  # numbers, of which an error of one leaves most close
+    ],
+)
+def test_integers_that_the_graph_chose_by_score_are_labels_whatever_their_name(nodes: str, kind: str) -> None:
+    made = graphs.parsed(f"(float[4, 8] x) => (int64[4, n] y) {{ {nodes} }}", two=np.array([2]))
+    assert [spec.kind for spec in output_specs(ir.from_proto(made))] == [kind]
+
+
 WIDTH, HEADS, DEPTH = 32, 2, 16
 _GRAPHS = ("cpu", "cuda", "reference")
 
