@@ -159,15 +159,19 @@ class Variation:
         self._differences.scale(factor)
         self._squares.scale(factor)
 
-    def scales(self) -> list[Values]:
-        """Return the :data:`Scales` of the samples added so far."""
+    def scales(self, *, tiny: bool = False) -> list[Values]:
+        """Return the :data:`Scales` of the samples added so far.
+
+        ``tiny``: instead of slices that vanish beside 1, in an output with values above 1, which is none for others.
+        """
         found = []
         floor = (FP32_NOISE * min(1.0, self._peak)) ** 2
         every = zip(self._squares.means(), self._differences.means(), self._differences.counts, strict=True)
         for axis, (magnitude, variation, counts) in enumerate(every):
             variation, counts = _fitted(variation, len(magnitude)), _fitted(counts, len(magnitude))
             scale = np.where(variation > FP32_NOISE**2 * magnitude, variation, magnitude)
-            scale = np.where((scale > floor) & (counts >= FEWEST), scale, np.inf)
+            judged = (scale > 0) & (scale <= floor) & (self._peak >= 1) if tiny else scale > floor
+            scale = np.where(judged & (counts >= FEWEST), scale, np.inf)
             if self._known is not None:
                 known = _fitted(self._known[axis], len(magnitude))
                 scale = np.where(known > 0, np.maximum(variation, known), scale)

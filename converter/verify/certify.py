@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from bf16kit.artifact.manifest import DriftEntry, Manifest
 from bf16kit.artifact.publish import StagingArtifact
@@ -35,6 +35,7 @@ from bf16kit.converter.verify.running import GraphReference, open_fp32_graph, si
 from bf16kit.converter.verify.samples import Samples, samples_usage
 from bf16kit.converter.write import TRACED
 from bf16kit.drift.budget import Budget
+from bf16kit.drift.metrics import worst_of
 from bf16kit.messages.errors import ConversionError, RuntimeFailure
 from bf16kit.messages.wording import brief, quoted
 from bf16kit.runtime import Runtime
@@ -149,11 +150,15 @@ def _certify_reference(
         release_memory()
     manifest, notes = with_observed_shapes(manifest.amended(oracle=checked), samples.feeds, answers, axis)
     outputs = signature(manifest)[1]
-    scales = resolved(oracle_run, answers, outputs, axis, measure.slice_scales(answers, outputs, axis))
+    found = measure.variations(answers, outputs, axis)
+    scales, tiny = (
+        resolved(oracle_run, answers, outputs, axis, {name: each.scales(tiny=kind) for name, each in found.items()})
+        for kind in (False, True)
+    )
     rows = (
         None if axis is None else rows_kept(samples.given, answers[: len(samples.given)], scales, manifest.source.bytes)
     )
-    expected = Expected(samples.feeds, answers, scales, len(samples.given), rows)
+    expected = Expected(samples.feeds, answers, scales, len(samples.given), rows, tiny)
     certified = Certified(manifest, expected, weights, files=files)
     certified.notes += [*oracle.remarks(checked), *notes]
     if axis is None:
@@ -168,7 +173,7 @@ def _certify_reference(
 def _hidden(
     certified: Certified, name: str, levels: Sequence[Mapping[str, Sequence[float]]], budget: Budget
 ) -> Iterator[str]:
-    """Yield notes on errors that a level hides from the budget, as large as those of a slice that is over it."""
+    """Yield notes on errors that the budget does not see, as large as those of a slice that is over it."""
     most = budget.bound("slice_error")
     if most is None or certified.breaches[name]:
         return
@@ -177,6 +182,14 @@ def _hidden(
             yield (
                 f"the error of output {quoted(output)} is {ratio:.2g} × what the values of one sample differ by; if"
                 " these differences matter, bound the error in the output's units: --budget max_abs=…"
+            )
+    for output, tiny in certified.expected.tiny.items():
+        found = [replace(one[output], scales=tiny) for one in certified.runs[name].drifts]
+        for worst in (each for each in worst_of(found) if each.error > most):
+            yield (
+                f"the error of index {worst.index} of axis {worst.axis} of output {quoted(output)} is"
+                f" {worst.error:.2g} × its variation, and not judged, because its values vanish beside 1; if they"
+                " matter, return them in another unit or as an output of their own"
             )
 
 

@@ -7,7 +7,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,7 @@ class Expected:
     """Feeds with the reference's ``outputs`` for them, and what the outputs' slices are judged against.
 
     The feeds from number ``given`` on were made by perturbing the others. ``golden_rows`` is how many rows golden
-    samples may have; None: a feed is kept whole, or none is.
+    samples may have; None: a feed is kept whole, or none is. ``tiny`` are the scales of slices too small to be judged.
     """
 
     feeds: Sequence[Feeds]
@@ -119,6 +119,7 @@ class Expected:
     scales: SliceScales
     given: int
     golden_rows: int | None = None
+    tiny: SliceScales = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,14 @@ def is_made(one: Drifts) -> bool:
 def slice_scales(
     reference: Sequence[Feeds], outputs: Sequence[TensorSpec], batch_axis: int | None
 ) -> dict[str, list[Values]]:
-    """Return what the slices of each output are judged against: their variation over all samples of ``reference``.
+    """Return what the slices of each output are judged against: their variation over all samples of ``reference``."""
+    return {name: each.scales() for name, each in variations(reference, outputs, batch_axis).items()}
+
+
+def variations(
+    reference: Sequence[Feeds], outputs: Sequence[TensorSpec], batch_axis: int | None
+) -> dict[str, Variation]:
+    """Return the variation of each output's slices over all samples of ``reference``.
 
     The samples are taken in a random order (:func:`bf16kit.drift.metrics.add_variation`).
     """
@@ -159,7 +167,7 @@ def slice_scales(
             if drift.has_slices(answers[spec.name]):
                 variation = found.setdefault(spec.name, Variation(spec, batch_axis))
                 drift.add_variation(variation, answers[spec.name], batch_axis)
-    return {name: variation.scales() for name, variation in found.items()}
+    return found
 
 
 def drifts(

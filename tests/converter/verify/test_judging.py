@@ -84,6 +84,23 @@ def test_an_error_that_a_level_hides_from_the_budget_is_noted(cli: Cli, tmp_path
     assert "the error of output" not in bounded
 
 
+@pytest.mark.long
+def test_an_error_of_values_too_small_to_be_judged_is_noted(cli: Cli, tmp_path: Path, target: Path) -> None:
+    """Rates of 1e-9 beside values of 1: bf16 rounds the weights that tell them apart to the same number."""
+    text = """(float[n, 16] x) => (float[n, 64] y) {
+        signal = MatMul (x, w) total = ReduceSum (x, axis) level = Mul (total, offset)
+        product = MatMul (x, near) difference = Sub (product, level) rate = Mul (difference, nano)
+        y = Concat <axis = 1> (signal, rate) }"""
+    weights = {"w": graphs.values(16, 32), "near": 256 + graphs.values(16, 32, seed=1)}
+    scalars = {"offset": np.array(256, np.float32), "nano": np.array(1e-9, np.float32), "axis": np.array([1])}
+    onnx.save(graphs.parsed(text, **weights, **scalars), tmp_path / "m.onnx")
+    np.savez(tmp_path / "x.npz", x=8 * graphs.values(64, 16, seed=2))
+    command = ("checkpoint", tmp_path / "m.onnx", "--samples", tmp_path / "x.npz", "--profile", "cpu", *ONNX_ONLY)
+    assert "note: profile cpu: the error of index " in cli(*command, "--out", target).published().out
+    mended = cli(*command, "--out", target, "--force", "--keep-fp32", "^near$").published().out
+    assert "the error of index" not in mended
+
+
 # On the wide model, the drift of cpu is 2.1e-3, of cpu-bf16 3.1e-3, of cuda 4.2e-3.
 _CPU_ALONE = ("--budget", "relative_l2=2.5e-3", "--no-search")
 
