@@ -6,7 +6,7 @@ Weights that bf16 cannot hold are rejected: each is named with its count and a r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -18,6 +18,7 @@ from bf16kit.converter.graph.cuda_kernels import KernelTable
 from bf16kit.converter.graph.initializers import blocks, dims, stays_inline
 from bf16kit.converter.graph.operators import label
 from bf16kit.converter.plan.decisions import Decision, Islands, Overrides, bf16, fp32
+from bf16kit.converter.plan.operands import operands
 from bf16kit.converter.plan.profiles import PROFILES
 from bf16kit.converter.rewrite import Prepared
 from bf16kit.converter.rewrite.clampmasks import is_weight
@@ -60,7 +61,8 @@ def make_plan(
     names = {node.name or "" for model in (prepared.base, prepared.cuda) for node in model.graph.all_nodes()}
     overrides.check(names | {value.name or "" for value in _stored(prepared)})
     read = prepared.base.graph.initializers
-    tensors = [_tensor(v, overrides, only_reference=v.name not in read) for v in _stored(prepared)]
+    exact = operands(prepared.base.graph) - prepared.clamped  # a mask is as good in bf16, and stored once
+    tensors = [_tensor(v, overrides, exact, only_reference=v.name not in read) for v in _stored(prepared)]
     narrow = narrowed(tensors)
     chosen = [PROFILES[name] for name in profiles]
     # The same for all profiles that use the kernel: they start from the same graph and share the weights.
@@ -100,17 +102,17 @@ def _stored(prepared: Prepared) -> list[ir.Value]:
     ]
 
 
-def _tensor(value: ir.Value, overrides: Overrides, *, only_reference: bool) -> PlanEntry:
+def _tensor(value: ir.Value, overrides: Overrides, exact: Collection[str], *, only_reference: bool) -> PlanEntry:
     readers = [use.node for use in value.uses()]
     ops = ", ".join(sorted({label(node) for node in readers})) or "none"
     if only_reference:
         decision = fp32("reference_only", "read only by the fp32 reference; folded into other weights")
     else:
-        decision = _storage(value, [node.name or "" for node in readers], overrides)
+        decision = _storage(value, [node.name or "" for node in readers], overrides, exact)
     return decision.entry(value.name or "", ops)
 
 
-def _storage(value: ir.Value, readers: list[str], overrides: Overrides) -> Decision:
+def _storage(value: ir.Value, readers: list[str], overrides: Overrides, exact: Collection[str]) -> Decision:
     """Decide how to store ``value``; ``readers`` are the names of the nodes that read it."""
     name = value.name or ""
     shape = () if value.const_value is None else dims(value.const_value)
@@ -118,6 +120,8 @@ def _storage(value: ir.Value, readers: list[str], overrides: Overrides) -> Decis
         return kept
     if (forced := overrides.bf16_pattern(name)) is not None:
         return bf16("asked_for", f"requested by --bf16 {forced}")
+    if is_matrix(shape) and name in exact:
+        return fp32("operand", "read element by element: bf16 saves nothing on a CPU, and positions would be inexact")
     if is_matrix(shape):
         return bf16("matrix", f"matrix of {math.prod(shape)} values")
     if sum(dim > 1 for dim in shape) < 2:
