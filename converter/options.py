@@ -49,8 +49,8 @@ class Options:
     ``optional`` are profiles that the user did not ask for. Each is written if it is of use, judged by the same budget
     as the others, and left out with a note if it is over. ``recorded_extra`` are further options for the manifest to
     record. ``module`` is the torch module to convert if the source is one in memory; ``source`` is its name then, for
-    messages. ``samples`` is what ``--samples`` names, or a sequence of feeds, and ``example`` returns one of
-    them, for inputs.
+    messages. ``samples`` is what ``--samples`` names, or a sequence of feeds, and ``examples`` returns some
+    of them, for inputs.
     """
 
     source: Path
@@ -85,7 +85,7 @@ class Options:
     signature: str | None = None
     recorded_extra: Mapping[str, Any] = field(default_factory=dict)
     module: Any = None
-    example: Callable[[Sequence[TensorSpec]], dict[str, Array]] | None = None
+    examples: Callable[[Sequence[TensorSpec]], list[dict[str, Array]]] | None = None
 
     @property
     def writes_onnx(self) -> bool:

@@ -95,7 +95,7 @@ def read(
     total = sources.nbytes(options.source)
     if options.samples is not None:
         samples.check_named(options.samples)  # now, because reading a large source takes minutes
-        options = replace(options, example=partial(samples.example, options.samples))
+        options = replace(options, examples=partial(samples.examples, options.samples))
     with progress.step(f"reading {options.source.name}", total, then="making its graph") as advance:
         source = sources.read(options, advance) if reader is None else reader(advance)
     source.outputs = with_output_kinds(source.outputs, options.outputs)

@@ -93,7 +93,7 @@ def in_module(
     from bf16kit.converter.read.onnx_export import adapt, not_served
 
     check_names(module, inputs := inputs_of(options))
-    model = adapt(statedict.in_fp32(module), inputs, sample=options.example)
+    model = adapt(statedict.in_fp32(module), inputs, examples=options.examples)
     source = exported_source(checkpoint, model, None, bound=bound)
     return replace(source, notes=(*not_served(model.outputs, model.left_out), *notes))
 

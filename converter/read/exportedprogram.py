@@ -47,7 +47,7 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
     checkpoint = Checkpoint("torch-export", digest_files([options.source], advance), tensors)
     module = statedict.in_fp32(ProgramModule(program, others)).eval()
     with oracles.unchanged(module, "running the program"):  # its tensors share the checkpoint's memory
-        model = adapt(module, inputs, sample=options.example)
+        model = adapt(module, inputs, examples=options.examples)
     oracle = replace(oracles.of_module(model), how=_HOW)
     return replace(exported_source(checkpoint, model, None), notes=tuple(notes), oracle=oracle)
 

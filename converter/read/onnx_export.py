@@ -22,7 +22,7 @@ OPSET = 22  # the first opset with bf16 Conv; ONNX Runtime accepts up to 26
 _BATCH, _STEP = 2, 5  # sizes of free dimensions in the example: all different, and never 0 or 1
 _HALVED = 32  # sizes are multiples of it in the second example, for networks that halve an image five times
 Call = Callable[[torch.nn.Module, dict[str, torch.Tensor]], Any]
-Sample = Callable[[Sequence[TensorSpec]], Feeds]
+Examples = Callable[[Sequence[TensorSpec]], Sequence[Feeds]]
 
 
 class Untranslatable(ConversionError):
@@ -35,28 +35,28 @@ def adapt(
     *,
     call: Call | None = None,
     example: Feeds | None = None,
-    sample: Sample | None = None,
+    examples: Examples | None = None,
 ) -> TorchModel:
     """Wrap ``module``, in evaluation mode, to take positional inputs, and run it once to find its outputs' names.
 
     ``call`` says how to call it if not with the inputs alone. ``example`` holds the inputs of that run; the default is
-    ones and zeros of small sizes; where it does not run on these, ones of larger sizes, and last what ``sample``
+    ones and zeros of small sizes; where it does not run on these, ones of larger sizes, and last what ``examples``
     returns. ConversionError if it runs on none.
     """
     wrapped = Positional(module.eval(), [spec.name for spec in inputs], call).eval()
     failures = list[ConversionError]()
-    for tensors in _examples(inputs, sample) if example is None else (_tensors(example, inputs),):
+    for tensors in _examples(inputs, examples) if example is None else (_tensors(example, inputs),):
         try:
             with quiet(), torch.no_grad():
                 result = wrapped.call(*tensors)
         except Exception as error:  # noqa: BLE001 - the user's model may raise anything
             shapes = ", ".join(f"{s.name}{list(t.shape)}" for s, t in zip(inputs, tensors, strict=True))
             text = f"the model failed on an example input ({shapes}): {first_line(error)}"
-            failures.append(ConversionError(text + _remedy(inputs, given=example is not None or sample is not None)))
+            failures.append(ConversionError(text + _remedy(inputs, given=example is not None or examples is not None)))
         else:
             names = output_names(result, [spec.name for spec in inputs])
             return TorchModel(wrapped, tuple(inputs), names, tensors, left_out(result))
-    raise failures[0 if sample is None else -1]
+    raise failures[0 if examples is None else -1]
 
 
 def _remedy(inputs: Sequence[TensorSpec], *, given: bool) -> str:
@@ -110,8 +110,8 @@ def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
     return graph.clone()  # drops what the steps above removed, which the exporter's values still refer to
 
 
-def _examples(inputs: Sequence[TensorSpec], sample: Sample | None) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yield examples to try: small ones, with zeros for indices, larger ones, and ``sample``.
+def _examples(inputs: Sequence[TensorSpec], examples: Examples | None) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Yield examples to try: small ones, with zeros for indices, larger ones, and ``examples``.
 
     Named dimensions differ in size: equal ones could be taken for the same.
     """
@@ -121,8 +121,8 @@ def _examples(inputs: Sequence[TensorSpec], sample: Sample | None) -> Iterator[t
     rows = {spec.shape[0] for spec in inputs if spec.shape}
     large = {name: small[name] if name in rows else (index + 1) * _HALVED for index, name in enumerate(names)}
     yield _plain(inputs, large, torch.ones)  # 1 is a valid length
-    if sample is not None:
-        yield _tensors(sample(inputs), inputs)
+    if examples is not None:
+        yield from (_tensors(feeds, inputs) for feeds in examples(inputs))
 
 
 def _plain(

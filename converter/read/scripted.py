@@ -41,7 +41,7 @@ def read(options: Options, kind: Kind, advance: sources.Advance) -> Source:
     notes = sources.precision_notes(options, arrays)
     checkpoint = Checkpoint("torchscript", digest_files([options.source], advance), arrays)
     inputs = _in_order(sources.inputs_of(options), [argument.name for argument in script.forward.schema.arguments[1:]])
-    itself = adapt(script, inputs, call=lambda module, feeds: module(*feeds.values()), sample=options.example)
+    itself = adapt(script, inputs, call=lambda module, feeds: module(*feeds.values()), examples=options.examples)
     itself = replace(itself, script=script)
     source = _translated(itself, found, checkpoint)
     oracle = replace(oracles.of_module(itself), how="the TorchScript file itself, on the CPU")

@@ -104,8 +104,9 @@ def _array(path: Path, name: str, tensor: torch.Tensor) -> Array:
             return array
     except (TypeError, RuntimeError):
         pass
-    dtype = str(tensor.dtype).removeprefix("torch.") + ("" if tensor.layout is torch.strided else f" ({tensor.layout})")
-    raise SourceError(f"{path}: tensor {name!r} has the unknown dtype {dtype}")
+    if tensor.layout is not torch.strided:
+        raise SourceError(f"{path}: tensor {name!r} is sparse ({tensor.layout}); make it dense: tensor.to_dense()")
+    raise SourceError(f"{path}: tensor {name!r} has the unknown dtype {str(tensor.dtype).removeprefix('torch.')}")
 
 
 def check_bytes(path: Path) -> None:

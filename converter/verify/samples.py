@@ -18,7 +18,7 @@ from bf16kit.converter.options import import_callable, is_import_spec
 from bf16kit.converter.process.quiet import first_line
 from bf16kit.converter.source import Feeds
 from bf16kit.messages.errors import InvalidRequest, RuntimeFailure, SamplesError
-from bf16kit.numerics.tensors import TensorSpec, check_feeds, describe, feed_of
+from bf16kit.numerics.tensors import Array, TensorSpec, check_feeds, describe, feed_of
 
 _SUFFIXES = (".npz", ".safetensors")
 Argument = str | Sequence[Any]
@@ -90,19 +90,22 @@ def check_named(argument: Argument) -> None:
         raise SamplesError(f"--samples {argument}: no such file or directory, and not a function such as pkg.mod:name")
 
 
-def example(argument: Argument, inputs: Sequence[TensorSpec]) -> Feeds:
-    """Return the first of the samples that ``--samples`` names, as an example for torch's exporter.
+def examples(argument: Argument, inputs: Sequence[TensorSpec]) -> list[Feeds]:
+    """Return the first of the samples that ``--samples`` names with two of its rows, and whole, for torch's exporter.
 
-    The exporter takes a size of 1 for fixed, so a free dimension gets the size 2. Of many rows two are left.
+    It takes a size of 1 for fixed, so a free dimension gets the size 2. Rows may be points: a model may need many.
     """
     feed = _load(argument, inputs, None).feeds[0]
-    rows = {spec.shape[0] if spec.shape else None for spec in inputs}
-    for spec in inputs:
-        array = feed[spec.name][:2] if len(rows) == 1 and isinstance(spec.shape[0], str) else feed[spec.name]
+    firsts = {spec.shape[0] if spec.shape else None for spec in inputs}
+    has_rows = len(firsts) == 1 and isinstance(next(iter(firsts)), str)
+
+    def shown(spec: TensorSpec, rows: int | None) -> Array:
+        array = feed[spec.name][:rows] if has_rows else feed[spec.name]
         for axis, dim in enumerate(spec.shape):
             array = np.repeat(array, 2, axis) if isinstance(dim, str) and array.shape[axis] == 1 else array
-        feed[spec.name] = array
-    return feed
+        return array
+
+    return [{spec.name: shown(spec, rows) for spec in inputs} for rows in (2, None)]
 
 
 def of_artifact(argument: Argument, manifest: Manifest) -> Samples:

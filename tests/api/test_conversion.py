@@ -207,6 +207,33 @@ def test_the_callers_module_stays_as_it_is(tmp_path: Path, dtype: torch.dtype) -
     assert module.training
 
 
+class _Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("w", torch.eye(16).to_sparse())
+
+
+class _Nearest(nn.Module):
+    """points [n, 3] → what each point and its third neighbour are; it takes no fewer points than three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(3, 4)
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        distances = (points[:, None] - points).square().sum(2)
+        result: torch.Tensor = self.out(points + points[distances.topk(3, largest=False).indices[:, 2]])
+        return result
+
+
+@pytest.mark.long
+def test_a_module_that_takes_many_rows_only_is_exported_from_a_whole_sample(tmp_path: Path) -> None:
+    clouds = [graphs.values(size, 3, seed=size) for size in (40, 30)]
+    result = bf16kit.convert(_Nearest(), out=tmp_path / "m" / "1", samples=clouds, **CHEAP)
+    assert result.artifact.manifest.batch_axis is None
+    assert bf16kit.load(result.path)(clouds[0][:9])["output"].shape == (9, 4)
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.(trace|trace_method). is deprecated")
 def test_a_module_that_cannot_be_converted_is_refused_with_the_reason(net: Mlp, tmp_path: Path, x: Array) -> None:
     class Locked(Mlp):
@@ -220,6 +247,7 @@ def test_a_module_that_cannot_be_converted_is_refused_with_the_reason(net: Mlp, 
         (nn.Sequential(nn.LazyLinear(4)), "<Sequential>: its weights have no values yet: ValueError: Attempted to use"),
         (nn.Linear(16, 4, device="meta"), "<Linear>: its weights have no values yet: NotImplementedError: Cannot copy"),
         (nn.ReLU(), "<ReLU>: has neither parameters nor buffers, so there is nothing to convert"),
+        (_Sparse(), "<_Sparse>: tensor 'w' is sparse (torch.sparse_coo); make it dense: tensor.to_dense()"),
         (scripted, "the module is TorchScript; save it with torch.jit.save"),
     ):
         with pytest.raises(bf16kit.UsageError) as refused:
