@@ -48,6 +48,8 @@ _RESOLVED = 2.0**-4
 # The difference is seen in few samples, and may be small by chance. Then the noise of the perturbed source counts, up
 # to this many times the mean square seen: it is larger than that of two programs.
 _MISSED = 16.0
+_RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike"})
+_RANDOM |= {"RandomUniform", "RandomUniformLike"}
 _ULPS = 2.0**-22  # of the output's largest value: two programs may differ by that even where no weight matters
 
 
@@ -69,7 +71,7 @@ def run_oracle(source: Source, feeds: Sequence[Feeds], scratch: Path) -> OracleR
     """Run ``source`` on the first :data:`FEEDS` of ``feeds``; its outputs are kept in an unnamed file in ``scratch``.
 
     A source that cannot be run, or gives different outputs for the same feed each time, is no error: the result says
-    so.
+    so. :class:`ConversionError` if these differ because a node of its graph draws random numbers.
     """
     oracle = source.oracle
     if oracle is None:
@@ -82,6 +84,12 @@ def run_oracle(source: Source, feeds: Sequence[Feeds], scratch: Path) -> OracleR
     again = outputs.pop()
     unstable = [n for n, array in outputs[0].items() if measure_distance(array, again[n]).relative_l2 > FLOOR]
     if unstable:
+        nodes = () if source.graph is None else source.graph.graph.all_nodes()
+        for node in (node for node in nodes if node.op_type in _RANDOM):
+            raise ConversionError(
+                f"node {node.name!r} ({node.op_type}) draws random numbers, so output {unstable[0]!r} differs from run"
+                " to run, and drift cannot be measured; make the noise an input of the model"
+            )
         return OracleRun((), f"{oracle.how} gives different outputs for the same input (output {unstable[0]!r})")
     noise = None
     if source.graph is not None:

@@ -73,6 +73,15 @@ def test_integers_that_the_graph_chose_by_score_are_labels_whatever_their_name(n
     assert [spec.kind for spec in output_specs(ir.from_proto(made))] == [kind]
 
 
+def test_a_graph_that_draws_random_numbers_is_refused_if_they_reach_an_output(tmp_path: Path) -> None:
+    """As of a variational autoencoder."""
+    text = "(float[n, 16] x) => (float[n, 16] y) { h = MatMul (x, w) [draw] z = RandomNormalLike (h) y = Add (h, z) }"
+    proto = graphs.parsed(text, w=graphs.values(16, 16))
+    proto.opset_import[0].version = 21  # the newest with the operator in ONNX Runtime
+    with pytest.raises(ConversionError, match=r"node 'draw' \(RandomNormalLike\) draws random numbers.*an input"):
+        _converted(tmp_path, proto)
+
+
 WIDTH, HEADS, DEPTH = 32, 2, 16
 _GRAPHS = ("cpu", "cuda", "reference")
 
