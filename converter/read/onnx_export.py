@@ -217,6 +217,9 @@ def named_tensors(result: Any) -> list[tuple[str, torch.Tensor]]:
                 f"the model's output {name!r} is a {type(value).__name__}, which a graph cannot return; let forward"
                 " return tensors, or mappings and sequences of them"
             )
+        if value.is_complex():  # the exporter would append an axis for the two parts
+            dtype = str(value.dtype).removeprefix("torch.")
+            raise ConversionError(f"output {name!r} is {dtype}, which is not served; return torch.view_as_real of it")
     return found
 
 
