@@ -1,12 +1,16 @@
 """``bf16-convert`` as users run it: what a command line prints, and which files it leaves."""
 
+import io
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+
+from bf16kit.converter.cli import run
 
 SUPPORT = Path(__file__).parent
 MLP = ("--model", "architectures:Mlp", "--input", "x:float32:batch,16")
@@ -41,6 +45,13 @@ class Outcome:
 
 
 Cli = Callable[..., Outcome]
+
+
+def run_command(*arguments: str | Path) -> Outcome:
+    """Run ``bf16-convert`` in this process."""
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        code = run([str(argument) for argument in arguments])
+    return Outcome(code, out.getvalue(), err.getvalue())
 
 
 def process(*arguments: str | Path, cwd: Path | None = None, largest_file: int | None = None) -> Outcome:

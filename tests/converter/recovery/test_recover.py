@@ -1,10 +1,10 @@
 """``bf16-convert recover``, on a model to which bf16 is costly: what it gives back, resumes, rejects and reports."""
 
-import contextlib
 import hashlib
-import io
+import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,14 +17,14 @@ import pytest
 import recovering
 import torch
 from architectures import Cnn, Mlp, Tied, save
-from converting import MLP, SUPPORT, Cli, Outcome, process, tree
+from converting import MLP, SUPPORT, Cli, Outcome, process, run_command, tree
 from safetensors.numpy import load_file
 from waiting import until
 
 from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.entries import RecoveredDrift, RecoveryEntry
-from bf16kit.converter.cli import run
 from bf16kit.converter.recovery.trainable import Loader
+from bf16kit.messages.errors import UsageError
 from bf16kit.numerics.tensors import TensorSpec
 
 SHIFTED = ("--model", "recovering:Shifted", "--input", "x:float32:batch,16")
@@ -45,10 +45,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def recovered(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
-    target, out, err = tmp_path_factory.mktemp("recovered") / "m" / "1", io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = run(["recover", str(source), *SHIFTED, *_flags(), "--precision", "32-true", "--out", str(target)])
-    return target, Outcome(code, out.getvalue(), err.getvalue()).published()
+    target = tmp_path_factory.mktemp("recovered") / "m" / "1"
+    done = run_command("recover", source, *SHIFTED, *_flags(), "--precision", "32-true", "--out", target)
+    return target, done.published()
 
 
 def _entry(target: Path) -> RecoveryEntry:
@@ -117,7 +116,7 @@ def test_a_killed_and_resumed_recovery_gives_the_same_weights(source: Path, cli:
     """SIGKILL comes when the first checkpoint exists; the loader draws from numpy's global generator."""
     flags = (*SHIFTED, *_flags(steps=40), "--checkpoint-every", "7", "--allow-over-budget")
     whole, parts = tmp_path / "whole" / "1", tmp_path / "parts" / "1"
-    process("recover", source, *flags, "--out", whole).published()
+    cli("recover", source, *flags, "--out", whole).published()
     path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(SUPPORT)])
     arguments = [sys.executable, "-m", "bf16kit.converter.cli", "recover", str(source), *flags, "--out", str(parts)]
     begun = subprocess.Popen(
@@ -133,7 +132,7 @@ def test_a_killed_and_resumed_recovery_gives_the_same_weights(source: Path, cli:
     other = tmp_path / "other.pt"
     torch.save({name: value + 1 for name, value in recovering.shifted().state_dict().items()}, other)
     cli("recover", other, *flags, "--resume", "--out", parts).refused(2, "--resume: the sha256 of the weights")
-    process("recover", source, *flags, "--resume", "--samples", "recovering:held_out", "--out", parts).published()
+    cli("recover", source, *flags, "--resume", "--samples", "recovering:held_out", "--out", parts).published()
     one, two = Artifact.open(whole).manifest, Artifact.open(parts).manifest
     for name in ("weights.bf16", "weights.fp32"):
         assert one.files[name] == two.files[name]
@@ -259,17 +258,9 @@ def test_a_checkpoint_that_cannot_be_read_is_named(source: Path, cli: Cli, tmp_p
         (("--precision", "16-mixed", "--loss-scaling", "static"), "expected none, static=K"),
         (("--device", "tpu"), "--device tpu: "),
         (("--data", "recovering:absent"), "module recovering has no 'absent'"),
-        (("--data", "recovering:nothing"), "recovering:nothing: yielded nothing"),
         (("--eval", "recovering:nothing"), "--eval recovering:nothing: yielded nothing"),
-        (("--data", "recovering:once"), "yielded nothing in pass 1; each time it is called it must return a new"),
-        (("--data", "recovering:wide"), "batch 0: input 'x' has shape [4, 17]"),
-        (("--data", "recovering:empty"), "batch 0: input 'x' has no elements"),
-        (("--data", "recovering:three"), "batch 0: has 3 parts"),
         (("--data", "recovering:infinite", "--eval", "recovering:held_out"), "batch 0: the fp32 model gives NaN"),
-        (("--eval", "recovering:no_numbers"), "--eval recovering:no_numbers: batch 1: input 'x' holds NaN"),
         (("--eval", "recovering:exits"), "failed, batch 1: it called sys.exit('no more data')"),
-        (("--eval", "recovering:failing"), f"batch 1: RuntimeError: the disk went away ({recovering.__file__}, line"),
-        (("--eval", "recovering:failing_worker"), "failed, batch 0: RuntimeError: the disk went away"),
     ],
 )
 def test_wrong_usage_is_rejected(
@@ -308,3 +299,22 @@ def test_a_batch_may_have_any_usual_form(monkeypatch: pytest.MonkeyPatch, given:
     (batch,) = Loader("--data", "recovering:three", inputs, 0).batches(0)
     assert np.array_equal(batch["a"], _A)
     assert np.array_equal(batch["b"], _B)
+
+
+@pytest.mark.parametrize(
+    ("loader", "said"),
+    [
+        ("nothing", "recovering:nothing: yielded nothing in pass 1; each time it is called it must return a new"),
+        ("once", "yielded nothing in pass 2; each time it is called it must return a new"),
+        ("wide", "batch 0: input 'x' has shape [4, 17]"),
+        ("empty", "batch 0: input 'x' has no elements"),
+        ("three", "batch 0: has 3 parts"),
+        ("no_numbers", "recovering:no_numbers: batch 1: input 'x' holds NaN"),
+        ("failing", f"batch 1: RuntimeError: the disk went away ({recovering.__file__}, line"),
+        ("failing_worker", "failed, batch 0: RuntimeError: the disk went away"),
+    ],
+)
+def test_batches_that_do_not_fit_the_model_are_rejected(loader: str, said: str) -> None:
+    batches = Loader("--data", f"recovering:{loader}", (TensorSpec("x", "float32", ("batch", 16)),), 0).batches
+    with pytest.raises(UsageError, match=re.escape(said)):
+        list(itertools.chain(batches(0), batches(1)))
