@@ -97,7 +97,7 @@ def heeded() -> Iterator[None]:
 @pytest.mark.long
 @pytest.mark.usefixtures("heeded")
 def test_ctrl_c_keeps_finished_conversions_and_the_next_run_continues(models: Path, tmp_path: Path) -> None:
-    names = "abcdefgh"  # so many that the signal arrives before the last conversion, even if this process is slow
+    names = "abcd"  # so many that the signal arrives before the last conversion, even if this process is slow
     for name in names[2:]:
         onnx.save(graphs.mlp((8, 40, 8)), models / f"{name}.onnx")
     out = tmp_path / "repo"
@@ -107,15 +107,15 @@ def test_ctrl_c_keeps_finished_conversions_and_the_next_run_continues(models: Pa
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     assert running.stderr is not None
     for line in running.stderr:  # if the pipe ends here, the command has ended too, and an assertion below fails
-        if "[1/8]" in line:
+        if "[1/4]" in line:
             break
     running.send_signal(signal.SIGINT)
     told, _ = running.communicate(timeout=120)
     assert running.returncode == 130
     done = [name for name in names if (out / name / "1").exists()]  # the next may finish before the signal arrives
-    assert 1 <= len(done) < 8
+    assert 1 <= len(done) < 4
     assert done == list(names[: len(done)])
-    assert f"{len(done)} of 8 checkpoints converted" in told
+    assert f"{len(done)} of 4 checkpoints converted" in told
     assert "interrupted" in told
     assert not any((out / RECORDS / f"{name}.sha256").exists() for name in names[len(done) + 1 :])  # not even started
     process("checkpoint", models, "--out", out, *QUICK).published()

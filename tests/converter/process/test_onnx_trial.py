@@ -105,9 +105,9 @@ def _loop(turns: int | None) -> ModelProto:
 def test_a_loop_that_does_not_end_is_stopped(
     cli: Cli, tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, turns: int | None
 ) -> None:
-    monkeypatch.setattr(onnx_trial, "SECONDS", 4)
+    monkeypatch.setattr(onnx_trial, "SECONDS", 2)
     (tmp_path / "m.onnx").write_bytes(_loop(turns).SerializeToString())
-    said = ("m.onnx: ONNX Runtime did not open it and run it once", "within 4 s of processor time")
+    said = ("m.onnx: ONNX Runtime did not open it and run it once", "within 2 s of processor time")
     cli("checkpoint", tmp_path / "m.onnx", "--out", target).refused(3, *said)
     assert tree(tmp_path) == ["m.onnx"]
 
