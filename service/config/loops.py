@@ -50,16 +50,17 @@ class Stop:
         os.close(self._writer)
 
     def on_signals(self) -> None:
-        """Set on SIGTERM, SIGINT or SIGHUP; a second signal kills the process at once, without a drain.
+        """Set on SIGTERM, SIGINT or SIGHUP; a second SIGTERM or SIGINT kills the process at once, without a drain.
 
-        SIGHUP stays ignored where it is, as under nohup.
+        A second SIGHUP is ignored: when a terminal closes, its shell sends one and the system another. The first is
+        ignored where it already is, as under nohup.
 
         The kernel may deliver the signal to any thread. Python runs handlers on the main thread, which may block in
         :meth:`wait`. So Python's C handler writes to the pipe itself.
         """
 
         def handle(number: int, _: object) -> None:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
             self.set()
 
         signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)

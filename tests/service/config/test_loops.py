@@ -47,13 +47,21 @@ def test_a_signal_received_by_another_thread_sets_the_stop(stop: Stop) -> None:
         receiver.join()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_would_kill_the_process(stop: Stop, number: signal.Signals) -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
     stop.on_signals()
     os.kill(os.getpid(), number)
     assert stop.wait(20)
     assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_a_terminal_that_closes_signals_twice_and_does_not_cut_the_drain_off(stop: Stop) -> None:
+    """The shell, bash for one, sends SIGHUP to its jobs; then the system does, when the shell has ended."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may run under nohup
+    stop.on_signals()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert stop.wait(20)
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def test_under_nohup_the_end_of_the_terminal_stops_nothing(stop: Stop) -> None:
