@@ -27,18 +27,22 @@ def operands(graph: ir.Graph) -> set[str]:
     for node in graph:
         if constants.issuperset(node.inputs):
             constants.update(node.outputs)
-    return {name for name, value in graph.initializers.items() if _is_operand(value, constants)}
+    found = set[ir.Node]()  # the nodes that read element by element
+    for node in reversed([*graph.all_nodes()]):  # readers first
+        if node.domain == "" and _meets(node, constants, found):
+            found.add(node)
+    return {name for name, value in graph.initializers.items() if _is_read_by(value, found)}
 
 
-def _is_operand(value: ir.Value, constants: Collection[ir.Value | None]) -> bool:
-    readers = [use.node for use in value.uses()]
-    return bool(readers) and all(node.domain == "" and _meets(node, constants) for node in readers)
-
-
-def _meets(node: ir.Node, constants: Collection[ir.Value | None]) -> bool:
+def _meets(node: ir.Node, constants: Collection[ir.Value | None], found: Collection[ir.Node]) -> bool:
     if node.op_type == "Gather":
         reading = [use.node.op_type for use in node.outputs[0].uses()]
         return bool(reading) and _PERIODIC.issuperset(reading)
     if node.op_type in MOVEMENT or (node.op_type in _ELEMENTWISE and node.outputs[0] in constants):
-        return all(_is_operand(output, constants) for output in node.outputs)
+        return all(_is_read_by(output, found) for output in node.outputs)
     return node.op_type in _ELEMENTWISE
+
+
+def _is_read_by(value: ir.Value, nodes: Collection[ir.Node]) -> bool:
+    readers = [use.node for use in value.uses()]
+    return bool(readers) and all(node in nodes for node in readers)

@@ -56,11 +56,17 @@ def is_weight(value: ir.Value, readers: Collection[str] = WEIGHTED) -> bool:
     A table that Gather reads is a weight. A Gather after another movement does not count: it more likely looks up a
     mask by position.
     """
-    uses = [(use.node, use.idx) for use in value.uses()]
-    if any(node.op_type in readers for node, _ in uses):
-        return True
-    moved = [node for node, index in uses if node.op_type in MOVEMENT and (index == 0 or node.op_type == "Concat")]
-    return any(is_weight(output, WEIGHTED - {"Gather"}) for node in moved for output in node.outputs)
+    reached, waiting = {value}, [value]
+    for each in waiting:  # which grows
+        uses = [(use.node, use.idx) for use in each.uses()]
+        if any(node.op_type in readers for node, _ in uses):
+            return True
+        readers = WEIGHTED - {"Gather"}
+        moves = (node for node, index in uses if node.op_type in MOVEMENT and (index == 0 or node.op_type == "Concat"))
+        moved = {output for node in moves for output in node.outputs} - reached
+        reached |= moved
+        waiting += moved
+    return False
 
 
 def _clamped(tensor: ir.TensorProtocol) -> ir.TensorProtocol:

@@ -60,6 +60,15 @@ def test_constants_that_data_meets_element_by_element_stay_fp32() -> None:
     assert _tensors(_plan(proto, bf16=["fixed"]))["fixed"] == ("bf16", "asked_for")
 
 
+def test_a_constant_that_is_cut_and_joined_many_times_is_planned_at_once() -> None:
+    """40 cuts in two are 2^40 paths to what reads it: one by one they would keep a converter busy for days."""
+    moves = (
+        f"a{i}, b{i} = Split <num_outputs = 2> (w{i}) w{i + 1} = Concat <axis = 0> (b{i}, a{i})" for i in range(40)
+    )
+    text = f"(float[32, 32] x) => (float[32, 32] y) {{ w0 = Identity (w) {' '.join(moves)} y = Add (x, w40) }}"
+    assert _tensors(_plan(graphs.parsed(text, w=graphs.values(32, 32)))) == {"w": ("fp32", "operand")}
+
+
 def test_every_node_of_every_profile_is_in_the_plan(tmp_path: Path) -> None:
     made = lower(tmp_path / "m" / "1", graphs.if_branches())
     assert made.precision("cuda") == {"choice": "fp32", "then_matmul": "fp32", "else_matmul": "fp32"}
