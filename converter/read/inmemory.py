@@ -21,7 +21,7 @@ def read(options: Options, _kind: Kind, advance: Advance) -> Source:
     module, state = options.module, options.module.state_dict()
     try:  # what a module adds itself may be no tensor
         held = {name: each.cpu() for name, each in state.items() if isinstance(each, torch.Tensor)}
-        held = {name: each if each.is_sparse else each.contiguous() for name, each in held.items()}
+        held = {name: each.contiguous() if each.layout is torch.strided else each for name, each in held.items()}
     except (ValueError, NotImplementedError) as error:  # a lazy module that has not run; the meta device
         raise SourceError(f"{options.source}: its weights have no values yet: {first_line(error)}") from None
     tensors = torch_file.to_numpy(options.source, held)

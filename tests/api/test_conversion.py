@@ -208,9 +208,9 @@ def test_the_callers_module_stays_as_it_is(tmp_path: Path, dtype: torch.dtype) -
 
 
 class _Sparse(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layout: torch.layout) -> None:
         super().__init__()
-        self.register_buffer("w", torch.eye(16).to_sparse())
+        self.register_buffer("w", torch.eye(16).to_sparse(layout=layout))
 
 
 class _Nearest(nn.Module):
@@ -235,6 +235,7 @@ def test_a_module_that_takes_many_rows_only_is_exported_from_a_whole_sample(tmp_
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.(trace|trace_method). is deprecated")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 def test_a_module_that_cannot_be_converted_is_refused_with_the_reason(net: Mlp, tmp_path: Path, x: Array) -> None:
     class Locked(Mlp):
         def __init__(self) -> None:
@@ -247,7 +248,8 @@ def test_a_module_that_cannot_be_converted_is_refused_with_the_reason(net: Mlp, 
         (nn.Sequential(nn.LazyLinear(4)), "<Sequential>: its weights have no values yet: ValueError: Attempted to use"),
         (nn.Linear(16, 4, device="meta"), "<Linear>: its weights have no values yet: NotImplementedError: Cannot copy"),
         (nn.ReLU(), "<ReLU>: has neither parameters nor buffers, so there is nothing to convert"),
-        (_Sparse(), "<_Sparse>: tensor 'w' is sparse (torch.sparse_coo); make it dense: tensor.to_dense()"),
+        (_Sparse(torch.sparse_coo), "<_Sparse>: tensor 'w' is sparse (torch.sparse_coo); make it dense: tensor.to_"),
+        (_Sparse(torch.sparse_csr), "<_Sparse>: tensor 'w' is sparse (torch.sparse_csr); make it dense: tensor.to_"),
         (scripted, "the module is TorchScript; save it with torch.jit.save"),
     ):
         with pytest.raises(bf16kit.UsageError) as refused:
