@@ -144,7 +144,7 @@ class Variation:
         if samples.size == 0:
             return
         self._squares.add(samples)
-        if self._peak < 1:
+        if self._peak <= 1:
             self._peak = max(self._peak, float(np.nanmax(np.abs(samples), initial=0.0)))
         differences = self._differences if self._limits is None else SliceSums(self._spec, self._batch_axis)
         for difference in self._successive(samples):
@@ -170,7 +170,7 @@ class Variation:
         for axis, (magnitude, variation, counts) in enumerate(every):
             variation, counts = _fitted(variation, len(magnitude)), _fitted(counts, len(magnitude))
             scale = np.where(variation > FP32_NOISE**2 * magnitude, variation, magnitude)
-            judged = (scale > 0) & (scale <= floor) & (self._peak >= 1) if tiny else scale > floor
+            judged = (scale > 0) & (scale <= floor) & (self._peak > 1) if tiny else scale > floor
             scale = np.where(judged & (counts >= FEWEST), scale, np.inf)
             if self._known is not None:
                 known = _fitted(self._known[axis], len(magnitude))

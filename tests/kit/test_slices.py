@@ -105,6 +105,15 @@ def test_a_constant_slice_is_judged_by_its_relative_error_and_a_zero_one_not_at_
     assert worst(measured([(r[1:], -r[1:])], ("n", 3))) == []
 
 
+@pytest.mark.parametrize("largest", [0.5, 1.0, 2.0])
+def test_tiny_values_are_named_beside_values_above_one_alone(largest: float) -> None:
+    """Probabilities up to 1, which a certain class has, share a unit: one of 1e-9 is as good as none."""
+    r = np.stack([np.full(32, largest), 1e-9 * np.abs(signal(32))], axis=1)
+    r[:16, 0] = 1
+    tiny = measured([(r[:16], r[:16]), (r[16:], r[16:])], ("n", 2))[1].scales(tiny=True)[0]
+    assert np.isfinite(tiny).tolist() == [False, largest > 1]
+
+
 def test_samples_may_differ_in_length() -> None:
     """Index 5 along the tokens exists in some sentences only."""
     pairs = []
