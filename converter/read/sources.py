@@ -234,12 +234,18 @@ def output_specs(model: ir.Model) -> tuple[TensorSpec, ...]:
 
 def _is_chosen(value: ir.Value | None) -> bool:
     """Whether ``value`` holds indices that ArgMax, ArgMin or TopK chose, moved at most."""
-    node = None if value is None else value.producer()
-    if node is None:
-        return False
-    if node.op_type in (*MOVEMENT, "Cast"):
-        return all(map(_is_chosen, node.inputs if node.op_type == "Concat" else node.inputs[:1]))
-    return node.op_type in ("ArgMax", "ArgMin") or (node.op_type == "TopK" and value is node.outputs[1])
+    reached, waiting = {value}, [value]
+    for each in waiting:  # which grows
+        node = None if each is None else each.producer()
+        if node is None:
+            return False
+        if node.op_type in (*MOVEMENT, "Cast"):
+            moved = {*(node.inputs if node.op_type == "Concat" else node.inputs[:1])} - reached
+            reached |= moved
+            waiting += moved
+        elif node.op_type not in ("ArgMax", "ArgMin") and (node.op_type != "TopK" or each is not node.outputs[1]):
+            return False
+    return True
 
 
 def kind_of(name: str, dtype: str) -> Kind:

@@ -82,6 +82,15 @@ def test_a_graph_that_draws_random_numbers_is_refused_if_they_reach_an_output(tm
         _converted(tmp_path, proto)
 
 
+def test_labels_that_are_cut_and_joined_many_times_are_found_at_once() -> None:
+    """40 cuts in two are 2^40 paths from what chose them: one by one they would keep a converter busy for days."""
+    moves = (
+        f"a{i}, b{i} = Split <num_outputs = 2> (y{i}) y{i + 1} = Concat <axis = 0> (b{i}, a{i})" for i in range(40)
+    )
+    text = f"(float[4, 8] x) => (int64[4, 1] y40) {{ y0 = ArgMax <axis = 1> (x) {' '.join(moves)} }}"
+    assert [spec.kind for spec in output_specs(ir.from_proto(graphs.parsed(text)))] == ["logits"]
+
+
 WIDTH, HEADS, DEPTH = 32, 2, 16
 _GRAPHS = ("cpu", "cuda", "reference")
 
