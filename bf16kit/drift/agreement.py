@@ -30,11 +30,11 @@ def top1(
     fills = np.isnan(judged.reshape(-1, classes)) & np.isfinite(r) & np.isfinite(c)
     if fills.any():
         r, c = np.where(fills, -np.inf, r), np.where(fills, -np.inf, c)
-    chosen = np.take_along_axis(r, c.argmax(axis=1)[:, None], axis=1)
-    largest = np.take_along_axis(r, r.argmax(axis=1)[:, None], axis=1)
+    best, picked = r.argmax(axis=1)[:, None], c.argmax(axis=1)[:, None]
+    largest, chosen = np.take_along_axis(r, best, axis=1), np.take_along_axis(r, picked, axis=1)
     with np.errstate(invalid="ignore"):  # infinite logits: two of the same sign are equal, but their difference is NaN
         tied = (chosen == largest) | (largest - chosen <= FP32_NOISE * np.minimum(np.abs(largest), np.abs(chosen)))
-    tied |= r.argmax(axis=1)[:, None] == c.argmax(axis=1)[:, None]
+    tied |= best == picked
     return np.count_nonzero(tied.reshape(-1, rows), axis=1).astype(np.int64), np.full(len(reference), rows)
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from bf16kit.artifact.manifest import DriftEntry, Manifest
 from bf16kit.artifact.publish import StagingArtifact
 from bf16kit.converter.graph.cuda_kernels import required
@@ -151,10 +153,10 @@ def _certify_reference(
     manifest, notes = with_observed_shapes(manifest.amended(oracle=checked), samples.feeds, answers, axis)
     outputs = signature(manifest)[1]
     found = measure.variations(answers, outputs, axis)
-    scales, tiny = (
-        resolved(oracle_run, answers, outputs, axis, {name: each.scales(tiny=kind) for name, each in found.items()})
-        for kind in (False, True)
-    )
+    judged = {name: each.scales() for name, each in found.items()}
+    vanishing = {name: each.scales(tiny=True) for name, each in found.items()}
+    vanishing = {name: axes for name, axes in vanishing.items() if any(np.isfinite(each).any() for each in axes)}
+    scales, tiny = (resolved(oracle_run, answers, outputs, axis, each) for each in (judged, vanishing))
     rows = (
         None if axis is None else rows_kept(samples.given, answers[: len(samples.given)], scales, manifest.source.bytes)
     )
