@@ -65,7 +65,7 @@ def _add(name: str, command: str, commit: str, directory: Path) -> None:
             file.write(f"{sources.digest(load_file(out))}  {name}\n")
     shutil.copytree(target, HERE / name / "1")
     with (HERE / "README.md").open("a", encoding="utf-8") as file:
-        file.write(f"| `{name}` | {commit} | `bf16-convert {' '.join(arguments)}` |\n")
+        file.write(f"| `{name}` | {commit} |\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Artifacts that bf16-convert wrote at each schema version are read, verified, restored and served.
 
-``tests/artifacts/README.md`` names the commit and the command line that wrote each.
+``tests/artifacts/README.md`` names the commit that wrote each.
 """
 
 import json
