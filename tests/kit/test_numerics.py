@@ -154,7 +154,7 @@ class TestOptions:
         assert np.array_equal(flushed, np.where(subnormal, kept & 0x8000, kept))
 
     def test_flush_gives_what_cloud_tpu_documents_in_each_case(self) -> None:
-        """The cases are in the table of docs/facts/numerics.md, which names the source of each row."""
+        """The cases are in the table of docs/facts/numerics.md, which names their source."""
         page = (Path(__file__).parents[2] / "docs" / "facts" / "numerics.md").read_text()
         cases = re.findall(r"^\| 0x([0-9A-F]{8}) \| 0x([0-9A-F]{4}) \|", page, re.MULTILINE)
         assert len(cases) == 18
