@@ -107,8 +107,10 @@ class ProgramModule(torch.nn.Module):
         if others:
             widen(self.own, [getattr(torch, name) for name in others])
         for part in graph_modules(self.own):
-            for node in part.graph.nodes:
-                if isinstance(node.target, torch._ops.OpOverload):
+            for node in list(part.graph.nodes):
+                if node.target is torch.ops.aten._assert_tensor_metadata.default:
+                    part.graph.erase_node(node)  # of a dtype, before a cast: autocast gives another
+                elif isinstance(node.target, torch._ops.OpOverload):
                     node.target = _careful(node.target)
             part.recompile()
         self._arguments = _arguments(program)

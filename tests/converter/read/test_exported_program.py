@@ -128,14 +128,14 @@ def test_a_transformers_program_is_loaded_with_its_own_outputs(tmp_path: Path) -
 
 
 class Normed(torch.nn.Module):
-    """Under autocast, its norm and its table would compute in bf16, or fail."""
+    """Under autocast, its norm and its table would compute in bf16, or fail; torch asserts a dtype before the cast."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table, self.line, self.norm = nn.Embedding(8, 16), nn.Linear(16, 16), nn.GroupNorm(4, 16)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.norm(self.line(self.table(ids)))
+        found: torch.Tensor = self.norm(self.line(self.table(ids)).float())
         return found
 
 
