@@ -94,13 +94,18 @@ class _Narrowing:
         stored = False
         for position in range(node.inputsSize()):
             value = node.inputsAt(position)
-            if value.type().kind() == "ListType" and value.node().kind() == "prim::ListConstruct":
-                stored = self._store_matrices(value.node()) or stored
+            in_list = value.type().annotation_str == "List[Tensor]"  # all weights of an LSTM; freezing made a constant
+            weights = (value.toIValue() or []) if in_list else [self._tensor(value)]
+            if not any(map(_is_matrix, weights)):
                 continue
-            weight = self._tensor(value)
-            if _is_matrix(weight):
-                node.replaceInput(position, self._widened(weight))
-                stored = True
+            values = [self._widened(each) if _is_matrix(each) else self._constant(each) for each in weights]
+            if in_list:
+                joined = self._graph.create("prim::ListConstruct", values, 1)
+                joined.output().setType(value.type())
+                joined.insertBefore(self._head)
+                values = [joined.output()]
+            node.replaceInput(position, values[0])
+            stored = True
         return stored
 
     def _widened(self, weight: Any) -> Any:
@@ -120,9 +125,13 @@ class _Narrowing:
         """Return ``tensor`` in bf16, a constant at the start of the graph."""
         key = tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
         if key not in self._weights:
-            self._graph.setInsertPoint(self._head)
-            self._weights[key] = self._graph.insertConstant(tensor.detach().to(torch.bfloat16))
+            self._weights[key] = self._constant(tensor.to(torch.bfloat16))
         return self._weights[key]
+
+    def _constant(self, tensor: Any) -> Any:
+        """Return ``tensor`` as a constant at the start of the graph."""
+        self._graph.setInsertPoint(self._head)
+        return self._graph.insertConstant(tensor.detach())
 
     def _cast(self, value: Any, dtype: int, before: Any) -> Any:
         """Return a node that casts ``value``, not inserted yet; its constants are inserted before ``before``."""

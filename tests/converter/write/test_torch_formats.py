@@ -9,6 +9,7 @@ from typing import Any
 import exportedfiles as files
 import numpy as np
 import pytest
+import scriptedmodels
 import torch
 from architectures import Cnn, Counting, Mlp, seeded
 from peaks import measured_alone
@@ -22,7 +23,7 @@ from bf16kit.converter.write.script import narrow_script
 from bf16kit.messages.errors import ConversionError
 from bf16kit.numerics.tensors import Array, TensorSpec
 from bf16kit.runtime import scriptgraph
-from bf16kit.runtime.torchruntimes import TorchExportRuntime, TorchScriptRuntime
+from bf16kit.runtime.torchruntimes import TorchExportRuntime, TorchScriptRuntime, load_module
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")  # torch.jit raises it itself
 
@@ -267,6 +268,16 @@ class TestTorchScriptSource:
         by_dtype = {(tensor.ndim, tensor.dtype) for tensor in floats}
         assert {found for found in by_dtype if found[0] > 1} == {(4, torch.bfloat16), (2, torch.bfloat16)}
         assert (1, torch.float32) in by_dtype
+
+    def test_recurrent_layers_store_their_matrices_in_bf16(self, tmp_path: Path) -> None:
+        x = torch.linspace(-1, 1, 96).view(2, 3, 16)
+        script = scripted.load(save(tmp_path / "m.pt", scriptedmodels.Recurrent(), x))
+        narrow_script(script, tmp_path / "bf16.pt")
+        module = load_module(tmp_path / "bf16.pt", torch.device("cpu"))
+        matrices = [each for each in scriptgraph.tensors(module, module.graph) if each.ndim > 1]
+        assert {matrix.dtype for matrix in matrices} == {torch.bfloat16}
+        found, expected = module(x), script(x)
+        assert 0 < (found - expected).norm() / expected.norm() < 1e-2
 
     def test_a_module_without_products_is_rejected(self, tmp_path: Path) -> None:
         script = scripted.load(save(tmp_path / "m.pt", nn.LayerNorm(16), torch.ones(2, 16)))
