@@ -7,7 +7,7 @@ A sum of products computed in another order is, to the last bit, the exact sum f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import cached_property
 from pathlib import Path
@@ -27,7 +27,6 @@ from bf16kit.runtime import Runtime
 ULPS = 16
 _RUNS = 3
 _BLOCK = 1 << 20  # elements at a time
-_SAMPLED = 4096  # elements by which fills are recognised
 _INFINITY = 0x7F800000  # its bits
 
 
@@ -124,41 +123,25 @@ INCOMPARABLE = Distance(math.inf, math.inf)
 
 
 def measure_distance(a: Array, b: Array) -> Distance:
-    """Return the distance between two arrays of any dtypes, computed in float64, in blocks.
+    """Return the distance between two arrays of any dtypes, computed in float64.
 
-    Values that stand for infinity (masked logits) and are equal in both are left out, because they would dominate the
-    norms. Values beyond bf16's range count as its largest value, because masks are clamped to it.
+    Fills are left out as in drift (:func:`bf16kit.drift.metrics.difference`). Values beyond bf16's range count as its
+    largest value, because masks are clamped to it.
     """
     if a.shape != b.shape:
         return INCOMPARABLE
     if a.dtype == np.object_ or b.dtype == np.object_:
         return SAME if np.array_equal(a, b) else INCOMPARABLE
-    fills, squares, largest = _fills(a), np.zeros(3), 0.0
-    for x, y in zip(_blocks(a), _blocks(b), strict=True):
-        finite = np.isfinite(x)
-        if not np.array_equal(finite, np.isfinite(y)) or not np.array_equal(x[~finite], y[~finite], equal_nan=True):
-            return INCOMPARABLE
-        kept = finite & ~(np.isin(x, fills) & (x == y))
-        x, y = x[kept], y[kept]
-        difference = y - x
-        squares += [difference @ difference, x @ x, y @ y]
-        largest = max(largest, float(np.abs(difference).max(initial=0.0)))
-    if squares[0] == 0:
+    one, other = _limited(a)[None], _limited(b)[None]
+    _, error, nonfinite = drift.difference(one, other)
+    if nonfinite.any():
+        return INCOMPARABLE
+    judged = ~np.isnan(error)
+    difference, x, y = error[judged], one[judged], other[judged]
+    if not difference.any():
         return SAME
-    return Distance(float(np.sqrt(squares[0] / squares[1:].max())), largest)
-
-
-def _fills(array: Array) -> list[float]:
-    """Return the constants that stand for infinity, as drift leaves them out (:func:`bf16kit.drift.metrics.fills`)."""
-    finite = (x[np.isfinite(x)] for x in _blocks(array)) if drift.has_slices(array) else ()
-    ends = [end for x in finite if x.size for end in (float(x.min()), float(x.max()))]
-    step = max(1, array.size // _SAMPLED)
-    return drift.fills(_limited(array.reshape(-1)[::step]), min(ends), max(ends)) if ends else []
-
-
-def _blocks(array: Array) -> Iterator[NDArray[np.float64]]:
-    flat = array.reshape(-1)
-    return (_limited(flat[start : start + _BLOCK]) for start in range(0, flat.size, _BLOCK))
+    norms = max(x @ x, y @ y)
+    return Distance(float(np.sqrt(difference @ difference / norms)), float(np.abs(difference).max()))
 
 
 def _limited(array: Array) -> NDArray[np.float64]:
