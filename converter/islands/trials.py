@@ -23,7 +23,7 @@ from bf16kit.converter.rewrite import Prepared
 from bf16kit.converter.source import Array, Feeds
 from bf16kit.converter.verify import measure
 from bf16kit.converter.verify.judging import choose_golden, find_breaches
-from bf16kit.converter.verify.measure import Drifts, Expected, Spool
+from bf16kit.converter.verify.measure import Drifts, Expected, Place, Spool
 from bf16kit.converter.verify.running import open_fp32_graph, signature
 from bf16kit.drift.budget import Breach, Budget
 from bf16kit.drift.metrics import DriftSummary
@@ -226,7 +226,8 @@ def breaches_of(budget: Budget, drifts: Sequence[Drifts]) -> list[Breach]:
     if breaches := find_breaches(budget, drifts):
         return breaches
     given = {number: one for number, one in enumerate(drifts) if not measure.is_made(one)} or dict(enumerate(drifts))
-    return find_breaches(budget, [measure.golden_part(given, choose_golden(budget, [given]))])
+    place = choose_golden(budget, [given]) or Place(min(given))
+    return find_breaches(budget, [measure.golden_part(given, place)])
 
 
 def ratio(budget: Budget, drifts: Sequence[Drifts]) -> float:

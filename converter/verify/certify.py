@@ -19,15 +19,7 @@ from bf16kit.converter.options import Options
 from bf16kit.converter.process.memory import release_memory
 from bf16kit.converter.process.progress import Advance, Progress
 from bf16kit.converter.verify import measure, oracle
-from bf16kit.converter.verify.golden import (
-    GOLDEN,
-    check_golden,
-    describe,
-    golden_file,
-    golden_samples,
-    rows_kept,
-    save_golden,
-)
+from bf16kit.converter.verify.golden import GOLDEN, check_golden, describe, golden_samples, rows_kept, save_golden
 from bf16kit.converter.verify.judging import choose_golden, find_breaches, without_profiles
 from bf16kit.converter.verify.levels import levels_of, lost_in_samples
 from bf16kit.converter.verify.measure import Expected, Place, Run, golden_part, run_as_served, run_export
@@ -242,34 +234,25 @@ def _write_golden(certified: Certified, stage: StagingArtifact, options: Options
     """Write the golden samples and read them back.
 
     A profile over budget on these counts as over budget, even if it is within budget on all samples together. A server
-    judges it by these, and would never report it ready. Optional profiles do not take part in the choice; each has
-    golden samples of its own where it needs them.
+    judges it by these, and would never report it ready. If there are none on which all profiles are within budget, the
+    optional ones take no part in the choice.
     """
     manifest, expected, budget = certified.manifest, certified.expected, options.budget
     if any(entry.dtype == "string" for entry in (*manifest.inputs, *manifest.outputs)):
         return  # safetensors has no strings
-    drifts_by_profile = {p: run.given() for p, run in certified.runs.items() if not certified.breaches[p]}
-    shared = choose_golden(
-        budget, [drifts for p, drifts in drifts_by_profile.items() if p not in options.optional_profiles]
-    )
-    if shared != Place():
+    found = {profile: run.given() for profile, run in certified.runs.items() if not certified.breaches[profile]}
+    required = [drifts for profile, drifts in found.items() if profile not in options.optional_profiles]
+    chosen = choose_golden(budget, found.values()) or choose_golden(budget, required) or Place()
+    if chosen != Place():
         certified.notes.append(
-            f"the golden samples, on which a server checks each start, are {describe(expected, shared)}: the first on"
+            f"the golden samples, on which a server checks each start, are {describe(expected, chosen)}: the first on"
             " which every profile is within budget"
         )
-    kept, profiles = {GOLDEN: shared}, dict(manifest.profiles)
-    for profile, drifts in drifts_by_profile.items():
-        chosen = shared
-        if profile in options.optional_profiles and find_breaches(budget, [golden_part(drifts, shared)]):
-            chosen = choose_golden(budget, [drifts])
-            kept[golden_file(profile)] = chosen
-            profiles[profile] = profiles[profile].model_copy(update={"golden": golden_file(profile)})
+    for profile, drifts in found.items():
         breaches = find_breaches(budget, [golden_part(drifts, chosen)])
         label = "export" if profile in manifest.exports else "profile"
         certified.breaches[profile] = [f"{label} {profile}, {each}, on the golden samples alone" for each in breaches]
-    certified.manifest = manifest.amended(golden=GOLDEN, profiles=profiles)
-    for name, chosen in kept.items():
-        save_golden(stage.path / name, *golden_samples(expected, chosen), expected.scales)
-    draft = stage.draft(certified.manifest)
-    for name, chosen in kept.items():
-        check_golden(draft, name, *golden_samples(expected, chosen))
+    certified.manifest = manifest.amended(golden=GOLDEN)
+    kept = golden_samples(expected, chosen)
+    save_golden(stage.path / GOLDEN, *kept, expected.scales)
+    check_golden(stage.draft(certified.manifest), *kept)

@@ -23,11 +23,6 @@ MOST_ROWS = 8  # a server runs that many at once
 SHARE, LEAST = 0.0025, 64_000  # of the checkpoint, and bytes: the larger bounds the file, but for its first row
 
 
-def golden_file(profile: str) -> str:
-    """Return the name of the file with golden samples for ``profile`` alone."""
-    return f"golden.{profile}.safetensors"
-
-
 def rows_kept(feeds: Sequence[Feeds], outputs: Sequence[Feeds], scales: SliceScales, checkpoint: int) -> int:
     """Return how many rows golden samples have at most, if the first axis of ``feeds`` and ``outputs`` is the batch's.
 
@@ -78,16 +73,16 @@ def save_golden(path: Path, feeds: Feeds, outputs: Feeds, scales: SliceScales) -
     path.write_bytes(save(arrays))  # save_file makes files that only their owner can read
 
 
-def check_golden(artifact: Artifact, name: str, feeds: Feeds, outputs: Feeds) -> None:
-    """Read the golden samples in the file ``name`` of ``artifact`` back, because a server judges every start by them.
+def check_golden(artifact: Artifact, feeds: Feeds, outputs: Feeds) -> None:
+    """Read the golden samples of ``artifact`` back, because a server judges every start by them.
 
     Raises :class:`ConversionError` that names the array which differs from the reference's input or output.
     """
-    kept = artifact.golden_in(name)
+    kept = artifact.golden()
     for what, expected, found in (("input", feeds, kept.inputs), ("output", outputs, kept.outputs)):
         for each in sorted(expected.keys() | found.keys()):
             if not (each in expected and each in found and same_bits(np.asarray(expected[each]), found[each])):
                 raise ConversionError(
-                    f"{name}: {what} {each!r} differs from the reference's; nothing was published. Run the conversion"
+                    f"{GOLDEN}: {what} {each!r} differs from the reference's; nothing was published. Run the conversion"
                     " again, and report it if it happens again"
                 )

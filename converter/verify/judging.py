@@ -68,8 +68,8 @@ def find_breaches(budget: Budget, drifts: Sequence[Drifts]) -> list[Breach]:
     return [breach for output in sorted(summaries) for breach in budget.breaches(output, summaries[output])]
 
 
-def choose_golden(budget: Budget, runs: Collection[Mapping[int, Drifts]]) -> Place:
-    """Return the first place at which all profiles are within ``budget``; the start of the first sample otherwise.
+def choose_golden(budget: Budget, runs: Collection[Mapping[int, Drifts]]) -> Place | None:
+    """Return the first place at which all profiles are within ``budget``; None if there is none.
 
     ``runs`` has the drift of each profile by sample number. A budget bounds the mean over many samples, but a
     server judges a few rows. One sample over budget does not make the model worse: the model may cancel most of that
@@ -77,8 +77,7 @@ def choose_golden(budget: Budget, runs: Collection[Mapping[int, Drifts]]) -> Pla
     """
     shared = set.intersection(*map(set, runs)) if runs else set()
     places = (place for n in sorted(shared) for place in golden_places(n, next(iter(runs))[n]))
-    within = (at for at in places if not any(find_breaches(budget, [golden_part(r, at)]) for r in runs))
-    return next(within, Place(min(shared, default=0)))
+    return next((at for at in places if not any(find_breaches(budget, [golden_part(r, at)]) for r in runs)), None)
 
 
 def check_stated_bounds(budget: Budget, manifest: Manifest) -> None:
@@ -150,10 +149,7 @@ def _remedies(failing: Collection[str], manifest: Manifest, options: Options) ->
 def without_profiles(stage: StagingArtifact, manifest: Manifest, profiles: Collection[str]) -> Manifest:
     """Return the manifest without ``profiles``, and delete their graphs from the staging directory."""
     for profile in profiles:
-        entry = manifest.profiles[profile]
-        for name in (entry.graph, entry.golden):
-            if name is not None:
-                (stage.path / name).unlink()
+        (stage.path / manifest.profiles[profile].graph).unlink()
 
     def left(entries: Mapping[str, Any]) -> dict[str, Any]:
         return {name: entry for name, entry in entries.items() if name not in profiles}

@@ -334,15 +334,12 @@ _ROUNDED = 1 + 2.0**-9  # bf16 rounds it to 1
 
 
 @pytest.mark.long
-def test_an_optional_profile_has_its_own_golden_samples_if_it_needs_them(
+def test_golden_samples_are_those_on_which_an_optional_profile_is_within_budget_too(
     tmp_path: Path, target: Path, cli: Cli
 ) -> None:
-    """The other profiles keep the golden samples that they would have without it."""
     artifact = _with_optional(_flat(tmp_path, [_ROUNDED, *[1.0] * 20]), target)
-    own = artifact.manifest.profiles["cpu-bf16"].golden
-    assert own == "golden.cpu-bf16.safetensors"
-    assert artifact.golden().inputs["x"][0, 0] == artifact.golden("cpu").inputs["x"][0, 0] == np.float32(_ROUNDED)
-    assert artifact.golden("cpu-bf16").inputs["x"][0, 0] == 1
+    assert [*artifact.manifest.profiles] == ["cpu", "cpu-bf16"]
+    assert artifact.golden().inputs["x"][0, 0] == 1
     assert " cpu-bf16 " in cli("verify", target).published().out
 
 
