@@ -105,13 +105,6 @@ class Conversion:
     def __repr__(self) -> str:
         return closing(self.artifact, self.notes, self.seconds, verbose=True)
 
-    def __rich__(self) -> Any:
-        from rich.console import Group
-        from rich.text import Text
-
-        notes = (Text(f"note: {note}") for note in self.notes)
-        return Group(Text(self._headline), self.drift.__rich__(), *notes)
-
     @property
     def _headline(self) -> str:
         path = self.path.relative_to(Path.cwd()) if self.path.is_relative_to(Path.cwd()) else self.path

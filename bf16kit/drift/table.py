@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 from bf16kit.drift.verdicts import DriftRow, format_budget_ratio
-from bf16kit.messages.wording import html_table, rich_table, table
+from bf16kit.messages.wording import html_table, table
 
 COLUMNS = ("profile", "output", "metric", "measured", "worst", "budget", "used", "within")
 
@@ -50,9 +49,6 @@ class Drift(Mapping[str, Mapping[str, Mapping[str, float]]]):
 
     def __repr__(self) -> str:
         return table(self._title, COLUMNS, map(cells, self.rows))
-
-    def __rich__(self) -> Any:
-        return rich_table(COLUMNS, map(cells, self.rows), title=self._title)
 
     def _repr_html_(self) -> str:
         return html_table(self._title, COLUMNS, map(cells, self.rows))

@@ -113,27 +113,21 @@ _SHORT.maxlevel, _SHORT.maxother, _SHORT.maxstring, _SHORT.maxlong = 3, _QUOTED,
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Return a table under ``title``; floats are shown with three digits, None as a dash."""
-    from rich.console import Console
-
-    stream = io.StringIO()
-    width = max(_NARROWEST, shutil.get_terminal_size().columns)
-    Console(file=stream, no_color=True, width=width, force_jupyter=False).print(rich_table(columns, rows))
-    lines = stream.getvalue().rstrip().splitlines()
-    return "\n".join([title, *(line.rstrip() for line in lines)])  # rich would wrap its own title at the table's width
-
-
-def rich_table(columns: Sequence[str], rows: Iterable[Sequence[object]], title: str | None = None) -> Any:
-    """Return the same as a table of the library rich."""
     from rich import box
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+    drawn = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
     for column in drawn.columns:
         column.overflow = "fold"
     for row in rows:
         drawn.add_row(*(Text(_cell(value)) for value in row))
-    return drawn
+    stream = io.StringIO()
+    width = max(_NARROWEST, shutil.get_terminal_size().columns)
+    Console(file=stream, no_color=True, width=width, force_jupyter=False).print(drawn)
+    lines = stream.getvalue().rstrip().splitlines()
+    return "\n".join([title, *(line.rstrip() for line in lines)])  # rich would wrap its own title at the table's width
 
 
 def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
