@@ -3,48 +3,18 @@
 from __future__ import annotations
 
 import json
-import math
-import mmap
 from pathlib import Path
 
-import numpy as np
-
 from bf16kit.converter.source import Array
-from bf16kit.converter.write.export import DTYPES
+from bf16kit.converter.write.export import read
 from bf16kit.messages.errors import SourceError
-from bf16kit.numerics.tensors import BY_NAME
 
 _LONGEST_NAME = 200  # characters of a shard's file name
-_DTYPES = {theirs: BY_NAME[ours].numpy for ours, theirs in DTYPES.items()}
 
 
 def read_file(path: Path) -> dict[str, Array]:
-    """Return every tensor of one file by name, in the file's order; nothing is read until it is used.
-
-    The safetensors library checks the format's rules. Its own arrays would be copies, so the views are made here.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="numpy"), path.open("rb") as file:
-            # Copy-on-write: torch warns about read-only arrays, and the file must never change.
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except SafetensorError as error:
-        raise SourceError(f"{path}: truncated or damaged: {error}") from None
-    except OSError as error:
-        raise SourceError(f"{path}: cannot be read: {error.strerror or error}") from None
-    start = 8 + int.from_bytes(mapped[:8], "little")
-    header = json.loads(mapped[8:start])
-    header.pop("__metadata__", None)
-    found = {}
-    for name, entry in header.items():
-        shape, dtype = tuple(entry["shape"]), _DTYPES.get(entry["dtype"])
-        if dtype is None:
-            known = ", ".join(_DTYPES)
-            raise SourceError(f"{path}: tensor {name!r} has the unknown dtype {entry['dtype']!r}; known: {known}")
-        flat = np.frombuffer(mapped, dtype, math.prod(shape), start + entry["data_offsets"][0])
-        found[name] = flat.reshape(shape)
-    return found
+    """Return every tensor of one file by name, in the file's order; nothing is read until it is used."""
+    return read(path, SourceError)
 
 
 def read_sharded(index: Path) -> tuple[dict[str, Array], list[Path]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +27,7 @@ from bf16kit.converter.plan.decisions import Overrides
 from bf16kit.converter.rewrite import Prepared
 from bf16kit.converter.rewrite.clampmasks import is_weight
 from bf16kit.converter.write.weights import Rounding, round_weight, tensor_entry
-from bf16kit.messages.errors import ArtifactDamaged, RangeError, UsageError
+from bf16kit.messages.errors import ArtifactDamaged, Bf16kitError, RangeError, UsageError
 from bf16kit.numerics.residual import bits_needed
 from bf16kit.numerics.rounding import Census
 from bf16kit.numerics.tensors import BY_NAME, Array
@@ -194,27 +195,29 @@ def header(places: Iterable[Place], *, metadata: Mapping[str, str] | None = None
     return len(text).to_bytes(8, "little") + text
 
 
-def read(path: Path) -> dict[str, Array]:
-    """Read the tensors of the file at ``path`` in the order of its header, as read-only views of the mapped file.
+def read(path: Path, error: type[Bf16kitError] = ArtifactDamaged) -> dict[str, Array]:
+    """Return every tensor of one file by name, in the order of its header, as views of the mapped file.
 
-    The safetensors library checks the rules of the format. Raises :class:`ArtifactDamaged` if they are broken.
+    The safetensors library checks the format's rules. Its own arrays would be copies, so the views are made here.
+    Raises ``error`` if the file cannot be read or is damaged.
     """
     from safetensors import SafetensorError, safe_open
 
-    with damaged_if_unreadable(path):
+    with damaged_if_unreadable(path, error):
         try:
-            with safe_open(path, framework="numpy"):
-                pass
-        except SafetensorError as error:
-            raise ArtifactDamaged(f"{path}: {error}") from None
-        mapped = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
-    size = 8 + int.from_bytes(mapped[:8].tobytes(), "little")
+            with safe_open(path, framework="numpy"), path.open("rb") as file:
+                # Copy-on-write: torch warns about read-only arrays, and the file must never change.
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except SafetensorError as wrong:
+            raise error(f"{path}: truncated or damaged: {wrong}") from None
+    start = 8 + int.from_bytes(mapped[:8], "little")
     found = {}
-    for name, entry in json.loads(mapped[8:size].tobytes()).items():
+    for name, entry in json.loads(mapped[8:start]).items():
         if name != _METADATA:
-            dtype = _OWN_NAMES.get(entry["dtype"])
+            shape, dtype = tuple(entry["shape"]), _OWN_NAMES.get(entry["dtype"])
             if dtype is None:
-                raise ArtifactDamaged(f"{path}: tensor {name!r} is {entry['dtype']}, which no export of bf16kit holds")
-            start, stop = entry["data_offsets"]
-            found[name] = mapped[size + start : size + stop].view(BY_NAME[dtype].numpy).reshape(entry["shape"])
+                known = ", ".join(_OWN_NAMES)
+                raise error(f"{path}: tensor {name!r} has the unknown dtype {entry['dtype']!r}; known: {known}")
+            flat = np.frombuffer(mapped, BY_NAME[dtype].numpy, math.prod(shape), start + entry["data_offsets"][0])
+            found[name] = flat.reshape(shape)
     return found
