@@ -27,7 +27,6 @@ from bf16kit.converter.fuse.products import panelled_weights
 from bf16kit.converter.fuse.recurrent import recur
 from bf16kit.converter.fuse.regions import worthwhile
 from bf16kit.converter.graph.initializers import const_dims, initializer
-from bf16kit.converter.graph.types import Step
 from bf16kit.messages.errors import ConversionError
 from bf16kit.messages.wording import brief
 from bf16kit.numerics.panels import WIDTH
@@ -146,7 +145,7 @@ def _flatten(graph: ir.Graph, panels: Collection[str]) -> None:
 # --- panels put together again ----------------------------------------------------------------------------------------
 
 
-class Unpanel(Step):
+def unpanel(model: ir.Model, stored: Mapping[str, TensorEntry], declared: dict[str, ir.ExternalTensor]) -> None:
     """Make every reader of a matrix that is stored in panels read the matrix put together from them.
 
     The initializer becomes the panels as the file holds them, ``[P, K, 32]``. A narrower last panel becomes an
@@ -154,74 +153,71 @@ class Unpanel(Step):
     panel, a Concat compute the matrix. They only move constants, so ONNX Runtime runs them once, at load. The file's
     bytes are declared in their own shape. A flat tensor would need a Split and a Reshape, which each copy every weight.
 
-    ``stored`` says how each tensor is stored. Afterwards ``declared`` holds the external tensors to write, by
-    initializer name. Initializers that are no matrices, because something reads the panels themselves, stay as they
-    are. Requires: matrices stored in panels have their logical shape, and bf16.
+    ``stored`` says how each tensor is stored. ``declared`` gets the external tensors to write, by initializer name.
+    Initializers that are no matrices, because something reads the panels themselves, stay as they are. Requires:
+    matrices stored in panels have their logical shape, and bf16.
     """
+    found = [(value, stored.get(name)) for name, value in model.graph.initializers.items()]
+    panelled = [(v, e) for v, e in found if e is not None and e.panels is not None]
+    matrices = [(v, e) for v, e in panelled if v.shape is not None and len(v.shape) > 1 and v.uses()]
+    if not matrices:  # the graph may have no nodes
+        return
+    graph, first = Fusing(model), model.graph[0]
+    for value, entry in matrices:
+        readers = tuple(value.uses())
+        matrix = _matrix(value, entry, graph, first, declared)
+        for use in readers:
+            use.node.replace_input_with(use.idx, matrix)
 
-    name = "put panels together"
 
-    def __init__(self, stored: Mapping[str, TensorEntry]) -> None:
-        self._panelled = {name: entry for name, entry in stored.items() if entry.panels is not None}
-        self.declared: dict[str, ir.ExternalTensor] = {}
+def _matrix(
+    value: ir.Value, entry: TensorEntry, graph: Fusing, first: ir.Node, declared: dict[str, ir.ExternalTensor]
+) -> ir.Value:
+    """Return the matrix of ``entry``, computed from ``value``, which becomes the panels as the file holds them."""
+    columns_first = entry.panels == 0  # [N, K]: a panel holds [w, K] transposed
+    k, n = entry.shape if entry.panels else (math.prod(entry.shape[1:]), entry.shape[0])
+    count, tail = divmod(n, WIDTH)
 
-    def apply(self, model: ir.Model) -> None:
-        self.declared.clear()
-        found = [(value, self._panelled.get(name)) for name, value in model.graph.initializers.items()]
-        matrices = [(v, e) for v, e in found if e and v.shape is not None and len(v.shape) > 1 and v.uses()]
-        if not matrices:  # the graph may have no nodes
-            return
-        graph, first = Fusing(model), model.graph[0]
-        for value, entry in matrices:
-            readers = tuple(value.uses())
-            matrix = self._matrix(value, entry, graph, first)
-            for use in readers:
-                use.node.replace_input_with(use.idx, matrix)
+    def add(op: str, inputs: Sequence[ir.Value], shape: Sequence[int], **attributes: Any) -> ir.Value:
+        node, name = ir.node(op, inputs, attributes), f"{inputs[0].name}/{op.lower()}"
+        return graph.insert(node, first, name, ir.TensorType(BFLOAT16), shape)
 
-    def _matrix(self, value: ir.Value, entry: TensorEntry, graph: Fusing, first: ir.Node) -> ir.Value:
-        """Return the matrix of ``entry``, computed from ``value``, which becomes the panels as the file holds them."""
-        columns_first = entry.panels == 0  # [N, K]: a panel holds [w, K] transposed
-        k, n = entry.shape if entry.panels else (math.prod(entry.shape[1:]), entry.shape[0])
-        count, tail = divmod(n, WIDTH)
+    def turned(narrow: ir.Value, columns: int) -> ir.Value:
+        return add("Transpose", [narrow], (columns, k), perm=[1, 0]) if columns_first else narrow
 
-        def add(op: str, inputs: Sequence[ir.Value], shape: Sequence[int], **attributes: Any) -> ir.Value:
-            node, name = ir.node(op, inputs, attributes), f"{inputs[0].name}/{op.lower()}"
-            return graph.insert(node, first, name, ir.TensorType(BFLOAT16), shape)
+    def as_stored(matrix: ir.Value) -> ir.Value:
+        """Return the tensor of the entry's shape; the rows of a convolution's matrix have their channels last."""
+        if len(entry.shape) == 2:
+            return matrix
+        n, channels, *window = entry.shape
+        images = add("Reshape", [matrix, sizes(n, *window, channels)], (n, *window, channels))
+        return add("Transpose", [images], entry.shape, perm=[0, len(window) + 1, *range(1, len(window) + 1)])
 
-        def turned(narrow: ir.Value, columns: int) -> ir.Value:
-            return add("Transpose", [narrow], (columns, k), perm=[1, 0]) if columns_first else narrow
+    def sizes(*shape: int) -> ir.Value:
+        if shape not in graph.made:  # equal shapes share one constant
+            name = graph.fresh(f"shape/{'x'.join(map(str, shape))}")
+            graph.made[shape] = initializer(graph.graph, name, ir.tensor(np.array(shape, np.int64), name=name))
+        return graph.made[shape]
 
-        def as_stored(matrix: ir.Value) -> ir.Value:
-            """Return the tensor of the entry's shape; the rows of a convolution's matrix have their channels last."""
-            if len(entry.shape) == 2:
-                return matrix
-            n, channels, *window = entry.shape
-            images = add("Reshape", [matrix, sizes(n, *window, channels)], (n, *window, channels))
-            return add("Transpose", [images], entry.shape, perm=[0, len(window) + 1, *range(1, len(window) + 1)])
+    own = (count, k, WIDTH) if count else (k, tail)
+    name = value.name or ""
+    declared[name] = value.const_value = _part(name, entry, 0, own)
+    value.shape = ir.Shape(own)
+    if count == 0:
+        return as_stored(turned(value, n))
+    perm, moved = ([0, 2, 1], (count, WIDTH, k)) if columns_first else ([1, 0, 2], (k, count, WIDTH))
+    shape = (count * WIDTH, k) if columns_first else (k, count * WIDTH)
+    whole = add("Reshape", [add("Transpose", [value], moved, perm=perm), sizes(*shape)], shape)
+    if tail == 0:
+        return as_stored(whole)
+    name = graph.fresh(f"{value.name}/last")
+    declared[name] = _part(name, entry, count * k * WIDTH, (k, tail))
+    last = initializer(graph.graph, name, declared[name])
+    joined = add("Concat", [whole, turned(last, tail)], (n, k) if columns_first else (k, n), axis=entry.panels)
+    return as_stored(joined)
 
-        def sizes(*shape: int) -> ir.Value:
-            if shape not in graph.made:  # equal shapes share one constant
-                name = graph.fresh(f"shape/{'x'.join(map(str, shape))}")
-                graph.made[shape] = initializer(graph.graph, name, ir.tensor(np.array(shape, np.int64), name=name))
-            return graph.made[shape]
 
-        own = (count, k, WIDTH) if count else (k, tail)
-        value.const_value, value.shape = self._part(value.name or "", entry, 0, own), ir.Shape(own)
-        if count == 0:
-            return as_stored(turned(value, n))
-        perm, moved = ([0, 2, 1], (count, WIDTH, k)) if columns_first else ([1, 0, 2], (k, count, WIDTH))
-        shape = (count * WIDTH, k) if columns_first else (k, count * WIDTH)
-        whole = add("Reshape", [add("Transpose", [value], moved, perm=perm), sizes(*shape)], shape)
-        if tail == 0:
-            return as_stored(whole)
-        name = graph.fresh(f"{value.name}/last")
-        last = initializer(graph.graph, name, self._part(name, entry, count * k * WIDTH, (k, tail)))
-        joined = add("Concat", [whole, turned(last, tail)], (n, k) if columns_first else (k, n), axis=entry.panels)
-        return as_stored(joined)
-
-    def _part(self, name: str, entry: TensorEntry, first: int, shape: Sequence[int]) -> ir.ExternalTensor:
-        """Return the elements of ``entry`` from ``first`` on, as its file holds them, declared to have ``shape``."""
-        offset, length = entry.offset + _SIZE * first, _SIZE * math.prod(shape)
-        part = ir.ExternalTensor(entry.file, offset, length, BFLOAT16, shape=ir.Shape(shape), name=name)
-        self.declared[name] = part
-        return part
+def _part(name: str, entry: TensorEntry, first: int, shape: Sequence[int]) -> ir.ExternalTensor:
+    """Return the elements of ``entry`` from ``first`` on, as its file holds them, declared to have ``shape``."""
+    offset, length = entry.offset + _SIZE * first, _SIZE * math.prod(shape)
+    return ir.ExternalTensor(entry.file, offset, length, BFLOAT16, shape=ir.Shape(shape), name=name)

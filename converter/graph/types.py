@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import onnx_ir as ir
 from onnx_ir.passes.common import ShapeInferencePass
@@ -14,15 +13,8 @@ from bf16kit.converter.process.quiet import quiet
 from bf16kit.messages.errors import ConversionError
 from bf16kit.messages.wording import brief
 
-
-class Step(ABC):
-    """One in-place step over an ONNX graph: ``name`` says what it does in a few words; ``apply`` does it."""
-
-    name: str
-
-    @abstractmethod
-    def apply(self, model: ir.Model) -> object:
-        """Change ``model``; what this returns is ignored. Raise :class:`ConversionError` if the graph cannot be."""
+# Changes a graph in place, or raises ConversionError if that cannot be; messages have the function's name.
+Step = Callable[[ir.Model], None]
 
 
 def run(steps: Sequence[Step], model: ir.Model) -> ir.Model:
@@ -33,12 +25,17 @@ def run(steps: Sequence[Step], model: ir.Model) -> ir.Model:
     """
     for done, step in enumerate(steps):
         try:
-            step.apply(model)
+            step(model)
         except Exception as error:
             cause = brief(error if isinstance(error, ConversionError) else f"{type(error).__name__}: {error}")
-            after = f" (after {', '.join(before.name for before in steps[:done])})" if done else ""
-            raise ConversionError(f"step '{step.name}'{after}: {cause}") from error
+            after = f" (after {', '.join(map(_name, steps[:done]))})" if done else ""
+            raise ConversionError(f"step '{_name(step)}'{after}: {cause}") from error
     return model
+
+
+def _name(step: Step) -> str:
+    """Return ``infer types`` for :func:`infer_types`, also if some of its arguments are bound by a partial."""
+    return str(getattr(step, "func", step).__name__.replace("_", " "))
 
 
 # Operators whose result is no tensor.
@@ -60,29 +57,25 @@ _SAME_TYPE = _SAME_SHAPE | {
 _ROUNDS = 4  # ONNX's types reach an operator of another domain, whose output's type lets ONNX infer the next nodes
 
 
-class InferTypes(Step):
+def infer_types(model: ir.Model) -> None:
     """Run ONNX's shape inference over the model, without serialising weights.
 
     Operators of com.microsoft and ai.onnx.ml that keep the type of their inputs are inferred here. The plan treats what
     stays unknown (outputs of other domains, sequences) as "not fp32" and leaves it alone.
     """
-
-    name = "infer types"
-
-    def apply(self, model: ir.Model) -> None:
-        for value in model.graph.initializers.values():
-            if value.const_value is not None:
-                value.type = value.type or ir.TensorType(value.const_value.dtype)
-                value.shape = value.shape or ir.Shape(dims(value.const_value))
-        untyped = [value for graph in model.graphs() for value in values_of(graph) if value.type is None]
-        infer = ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)
-        with quiet():  # where it cannot infer, it logs a traceback and leaves the model unchanged
+    for value in model.graph.initializers.values():
+        if value.const_value is not None:
+            value.type = value.type or ir.TensorType(value.const_value.dtype)
+            value.shape = value.shape or ir.Shape(dims(value.const_value))
+    untyped = [value for graph in model.graphs() for value in values_of(graph) if value.type is None]
+    infer = ShapeInferencePass(check_type=False, strict_mode=False, data_prop=True)
+    with quiet():  # where it cannot infer, it logs a traceback and leaves the model unchanged
+        infer(model)
+        for _ in range(_ROUNDS):
+            if not _infer_foreign(model):
+                break
             infer(model)
-            for _ in range(_ROUNDS):
-                if not _infer_foreign(model):
-                    break
-                infer(model)
-        _forget_sequences(model, untyped)
+    _forget_sequences(model, untyped)
 
 
 def _infer_foreign(model: ir.Model) -> bool:

@@ -11,24 +11,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 import onnx_ir as ir
 
-from bf16kit.converter.graph.types import InferTypes, run
-from bf16kit.converter.rewrite.batchnorm import FoldBatchNorm
-from bf16kit.converter.rewrite.clampmasks import ClampMasks
+from bf16kit.converter.graph.types import Step, infer_types, run
+from bf16kit.converter.rewrite.batchnorm import fold_batchnorm
+from bf16kit.converter.rewrite.clampmasks import clamp_masks
 from bf16kit.converter.rewrite.explicit import (
-    ConstantsToInitializers,
-    DropUnused,
-    HoistInitializers,
-    InlineFunctions,
-    NameEverything,
-    RemoveIdentities,
-    ShareEqualWeights,
+    constants_to_initializers,
+    drop_unused,
+    hoist_initializers,
+    inline_functions,
+    name_everything,
+    remove_identities,
+    share_equal_weights,
 )
-from bf16kit.converter.rewrite.integers import ComputeIntegers
-from bf16kit.converter.rewrite.lowering import LowerForCuda, RaiseOpset, SupportedOpset
+from bf16kit.converter.rewrite.integers import compute_integers
+from bf16kit.converter.rewrite.lowering import check_opset, lower_for_cuda, raise_opset
 from bf16kit.converter.rewrite.matching import Match, match
 from bf16kit.numerics.residual import Scale, is_half
 from bf16kit.numerics.tensors import Array
@@ -68,14 +69,16 @@ def prepare(
     folded into tensors that are bf16 or fp16 in the checkpoint or named in ``half_precision``. Raises
     :class:`ConversionError` that names the failed step.
     """
-    explicit = [SupportedOpset(), InlineFunctions(), NameEverything(), ConstantsToInitializers(), HoistInitializers()]
-    reference = run([*explicit, ShareEqualWeights(), InferTypes()], model)
+    explicit = [check_opset, inline_functions, name_everything, constants_to_initializers, hoist_initializers]
+    reference = run([*explicit, share_equal_weights, infer_types], model)
     checkpoint = checkpoint or {}
     matches = match(reference.graph, checkpoint, orders)
     found = {match.initializer for name, match in matches.items() if is_half(checkpoint[name].dtype.name)}
-    fold = FoldBatchNorm(found.union(half_precision))
-    clamp = ClampMasks()
-    lowering = [RemoveIdentities(), RaiseOpset(), ComputeIntegers(), fold, clamp, DropUnused(), InferTypes()]
+    folds: dict[str, Scale] = {}
+    clamped: set[str] = set()
+    fold = partial(fold_batchnorm, folds=folds, half_precision=found.union(half_precision))
+    clamp = partial(clamp_masks, clamped=clamped)
+    lowering: list[Step] = [remove_identities, raise_opset, compute_integers, fold, clamp, drop_unused, infer_types]
     base = run(lowering, reference.clone())
-    cuda = run([LowerForCuda(), InferTypes()], base.clone())
-    return Prepared(reference, base, cuda, dict(fold.folds), frozenset(clamp.clamped), matches)
+    cuda = run([lower_for_cuda, infer_types], base.clone())
+    return Prepared(reference, base, cuda, folds, frozenset(clamped), matches)

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from bf16kit.converter.graph.initializers import ComputedTensor, const, dims, initializer, reader
 from bf16kit.converter.graph.names import FreshNames, all_value_names, replace_output
-from bf16kit.converter.graph.types import Step
 from bf16kit.numerics.residual import Scale
 
 # A channel scaled by zero could not be restored from its weights. Scaled by this instead, it adds only 5e-20 of its
@@ -23,39 +22,29 @@ SMALLEST_SCALE = 2.0**-64
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-class FoldBatchNorm(Step):
+def fold_batchnorm(model: ir.Model, folds: dict[str, Scale], half_precision: Collection[str] = ()) -> None:
     """Fold BatchNormalization into the Conv, ConvTranspose or Gemm before it.
 
     A BatchNorm stays if the weight or the value before it has another reader, in training mode, or if its parameters
     are not constants. It also stays after another BatchNorm, after a ConvTranspose with groups, and if fp32 cannot hold
     a channel's scale, shift or weights. Weights named in ``half_precision`` are not multiplied either: bf16 or fp16
     values would be rounded once more, and take 16 low bits to restore. A scale of zero (a pruned channel) becomes
-    :data:`SMALLEST_SCALE`. ``folds`` maps each weight to the scale it was multiplied by. Requires: types are known.
+    :data:`SMALLEST_SCALE`. ``folds`` gets the scale that each weight was multiplied by. Requires: types are known.
     """
-
-    name = "fold BatchNorm"
-
-    def __init__(self, half_precision: Collection[str] = ()) -> None:
-        self.folds: dict[str, Scale] = {}
-        self._half_precision = half_precision
-
-    def apply(self, model: ir.Model) -> None:
-        fresh = FreshNames(all_value_names(model))
-        for node in tuple(model.graph):
-            if node.op_type == "BatchNormalization" and node.domain == "":
-                self._fold(model.graph, node, fresh)
-
-    def _fold(self, graph: ir.Graph, node: ir.Node, fresh: FreshNames) -> None:
+    graph, fresh = model.graph, FreshNames(all_value_names(model))
+    for node in tuple(graph):
+        if node.op_type != "BatchNormalization" or node.domain != "":
+            continue
         affine, linear = _affine(node), _linear_before(node)
         name = None if linear is None else linear.weight.name
-        if affine is None or linear is None or name is None or name in self.folds or name in self._half_precision:
-            return
+        if affine is None or linear is None or name is None or name in folds or name in half_precision:
+            continue
         scale, shift = affine
         fits = _fits(scale) and _fits(shift) and _fits(_peak(scale) * _peak(linear.tensor.numpy()))
         if not fits or len(scale) != len(linear.bias):
-            return
+            continue
         scale = np.where(np.abs(scale) < SMALLEST_SCALE, np.copysign(SMALLEST_SCALE, scale), scale)
-        self.folds[name] = Scale(linear.axis, scale.astype(np.float32))
+        folds[name] = Scale(linear.axis, scale.astype(np.float32))
         linear.weight.const_value = _scaled(linear, scale)
         bias = np.clip(linear.bias * scale + shift, -_LARGEST, _LARGEST).astype(np.float32)
         bias_name = fresh.make(f"{name}.folded_bias")

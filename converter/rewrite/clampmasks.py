@@ -10,33 +10,25 @@ from numpy.typing import NDArray
 
 from bf16kit.converter.graph.initializers import ComputedTensor, reader
 from bf16kit.converter.graph.operators import MOVEMENT, WEIGHTED
-from bf16kit.converter.graph.types import Step
 from bf16kit.numerics.rounding import LARGEST, OVERFLOW
 
 
-class ClampMasks(Step):
+def clamp_masks(model: ir.Model, clamped: set[str]) -> None:
     """Clamp finite fp32 constants that overflow in bf16 to bf16's largest magnitude, if they are masks.
 
     A mask is a constant that no operator reads as a weight: it is added, selected or compared. Weights out of range are
     an error, which is found when they are narrowed. Infinite constants stay, because their author meant them.
-    ConstantOfShape is clamped too. ``clamped`` names the initializers that were changed.
+    ConstantOfShape is clamped too. ``clamped`` gets the names of the initializers that were changed.
     """
-
-    name = "clamp masks"
-
-    def __init__(self) -> None:
-        self.clamped: set[str] = set()
-
-    def apply(self, model: ir.Model) -> None:
-        for name, value in model.graph.initializers.items():
-            tensor = value.const_value
-            if tensor is not None and not is_weight(value) and _overflows(tensor):
-                value.const_value = _clamped(tensor)
-                self.clamped.add(name)
-        for node in model.graph.all_nodes():
-            fill = node.attributes.get("value") if node.op_type == "ConstantOfShape" else None
-            if fill is not None and _overflows(fill.as_tensor()):
-                node.attributes["value"] = ir.AttrTensor("value", ir.tensor(_clamped(fill.as_tensor()).numpy()))
+    for name, value in model.graph.initializers.items():
+        tensor = value.const_value
+        if tensor is not None and not is_weight(value) and _overflows(tensor):
+            value.const_value = _clamped(tensor)
+            clamped.add(name)
+    for node in model.graph.all_nodes():
+        fill = node.attributes.get("value") if node.op_type == "ConstantOfShape" else None
+        if fill is not None and _overflows(fill.as_tensor()):
+            node.attributes["value"] = ir.AttrTensor("value", ir.tensor(_clamped(fill.as_tensor()).numpy()))
 
 
 def _overflows(tensor: ir.TensorProtocol) -> bool:

@@ -11,9 +11,9 @@ from bf16kit.converter.graph.cuda_kernels import KernelTable
 from bf16kit.converter.graph.initializers import const, initializer
 from bf16kit.converter.graph.names import FreshNames, all_value_names, replace_output
 from bf16kit.converter.graph.operators import bf16_form, label, since_version
-from bf16kit.converter.graph.types import InferTypes, Step, run
+from bf16kit.converter.graph.types import infer_types, run
 from bf16kit.converter.process.quiet import quiet
-from bf16kit.converter.rewrite.explicit import ConstantsToInitializers, HoistInitializers, NameEverything
+from bf16kit.converter.rewrite.explicit import constants_to_initializers, hoist_initializers, name_everything
 from bf16kit.messages.errors import ConversionError
 
 TARGET = 22
@@ -23,7 +23,7 @@ _OLDEST_IR = 8
 _RESIZE_STATES_COORDINATES = 11  # from here on, Resize has attributes for what was fixed before
 _AXES_ARE_INPUTS = 18  # from this opset on, the axes of ReduceMean are an input
 
-# Operators that LowerForCuda rewrites, and their replacement: the replacement's bf16 form counts.
+# Operators that lower_for_cuda rewrites, and their replacement: the replacement's bf16 form counts.
 _REWRITTEN = {"GlobalAveragePool": "ReduceMean", "Clip": "Min"}
 
 
@@ -33,57 +33,50 @@ def kernel_table() -> KernelTable:
     return KernelTable.load()
 
 
-class SupportedOpset(Step):
+def check_opset(model: ir.Model) -> None:
     """Reject models that ONNX Runtime cannot load in any case, and set the IR version."""
-
-    name = "check the opset"
-
-    def apply(self, model: ir.Model) -> None:
-        if "ai.onnx" in model.opset_imports:
-            model.opset_imports[""] = model.opset_imports.pop("ai.onnx")
-        opset, kernels = model.opset_imports.get(""), kernel_table()
-        if opset is None:
-            raise ConversionError(
-                "the model imports no ONNX opset, so all its operators are custom; export it with ONNX operators"
-            )
-        if opset > kernels.accepted_opset:
-            raise ConversionError(
-                f"opset {opset} is newer than {kernels.accepted_opset}, the newest that ONNX Runtime"
-                f" {kernels.onnxruntime} loads; export the model with opset {TARGET}"
-            )
-        newest = _NEWEST_IR if opset <= 23 else kernels.accepted_ir
-        model.ir_version = min(max(model.ir_version, _OLDEST_IR), newest)
+    if "ai.onnx" in model.opset_imports:
+        model.opset_imports[""] = model.opset_imports.pop("ai.onnx")
+    opset, kernels = model.opset_imports.get(""), kernel_table()
+    if opset is None:
+        raise ConversionError(
+            "the model imports no ONNX opset, so all its operators are custom; export it with ONNX operators"
+        )
+    if opset > kernels.accepted_opset:
+        raise ConversionError(
+            f"opset {opset} is newer than {kernels.accepted_opset}, the newest that ONNX Runtime"
+            f" {kernels.onnxruntime} loads; export the model with opset {TARGET}"
+        )
+    newest = _NEWEST_IR if opset <= 23 else kernels.accepted_ir
+    model.ir_version = min(max(model.ir_version, _OLDEST_IR), newest)
 
 
-class RaiseOpset(Step):
+def raise_opset(model: ir.Model) -> None:
     """Convert the model to opset 22 if that gives it further bf16 kernels, or bf16 at all.
 
     Other models stay as their exporter wrote them. Requires: weights are initializers of the main graph. Ensures: the
     opset supports bf16 and has all operators.
     """
-
-    name = "raise the opset"
-
-    def apply(self, model: ir.Model) -> None:
+    opset = model.opset_imports[""]
+    if opset < OLDEST_WITH_BF16 or (opset < TARGET and any(_gained(node, opset) for node in model.graph)):
+        _raise(model, opset)
         opset = model.opset_imports[""]
-        if opset < OLDEST_WITH_BF16 or (opset < TARGET and any(_gained(node, opset) for node in model.graph)):
-            self._raise(model, opset)
-            opset = model.opset_imports[""]
-        if opset < OLDEST_WITH_BF16:
-            raise ConversionError(f"opset {opset} could not be raised; export the model with opset {OLDEST_WITH_BF16}+")
-        for node in model.graph.all_nodes():
-            if node.domain == "" and since_version(node, opset) is None:
-                raise ConversionError(f"node {node.name!r}: operator {label(node)} does not exist in opset {opset}")
+    if opset < OLDEST_WITH_BF16:
+        raise ConversionError(f"opset {opset} could not be raised; export the model with opset {OLDEST_WITH_BF16}+")
+    for node in model.graph.all_nodes():
+        if node.domain == "" and since_version(node, opset) is None:
+            raise ConversionError(f"node {node.name!r}: operator {label(node)} does not exist in opset {opset}")
 
-    def _raise(self, model: ir.Model, opset: int) -> None:
-        from onnxscript import version_converter  # slow to import, and rarely needed
 
-        with quiet():  # it warns if it falls back on onnx's converter, for opsets before 18
-            version_converter.convert_version(model, TARGET, fallback=True)
-        if opset < _RESIZE_STATES_COORDINATES:
-            _state_coordinates(model)
-        model.ir_version = max(model.ir_version, 10)
-        run([NameEverything(), ConstantsToInitializers(), HoistInitializers(), InferTypes()], model)
+def _raise(model: ir.Model, opset: int) -> None:
+    from onnxscript import version_converter  # slow to import, and rarely needed
+
+    with quiet():  # it warns if it falls back on onnx's converter, for opsets before 18
+        version_converter.convert_version(model, TARGET, fallback=True)
+    if opset < _RESIZE_STATES_COORDINATES:
+        _state_coordinates(model)
+    model.ir_version = max(model.ir_version, 10)
+    run([name_everything, constants_to_initializers, hoist_initializers, infer_types], model)
 
 
 def _gained(node: ir.Node, opset: int) -> bool:
@@ -115,28 +108,24 @@ def _state_coordinates(model: ir.Model) -> None:
             node.attributes.add(ir.AttrString("nearest_mode", "ceil" if shrinks else "floor"))
 
 
-class LowerForCuda(Step):
+def lower_for_cuda(model: ir.Model) -> None:
     """Rewrite ``Clip(x, lo, hi)`` as ``Min(Max(x, lo), hi)``, and GlobalAveragePool as ReduceMean, which accumulates in
     fp32; both on fp32, if the table has no bf16 kernel for them.
 
     Requires: types are known; opset 11 or newer, where the bounds of Clip are inputs. A node stays if it is a Clip
     without bounds, or a GlobalAveragePool of unknown rank or of an opset older than 18.
     """
-
-    name = "rewrite Clip and GlobalAveragePool"
-
-    def apply(self, model: ir.Model) -> None:
-        opset, fresh = model.opset_imports[""], FreshNames(all_value_names(model))
-        for node in tuple(model.graph):
-            lowered = None
-            if node.domain != "" or _has_kernel(node, opset):
-                continue
-            if node.op_type == "Clip" and node.outputs[0].dtype == ir.DataType.FLOAT:
-                lowered = _clip(node, fresh)
-            elif node.op_type == "GlobalAveragePool" and opset >= _AXES_ARE_INPUTS:
-                lowered = _mean(model.graph, node, fresh)
-            if lowered is not None:
-                replace_output(node, lowered)
+    opset, fresh = model.opset_imports[""], FreshNames(all_value_names(model))
+    for node in tuple(model.graph):
+        lowered = None
+        if node.domain != "" or _has_kernel(node, opset):
+            continue
+        if node.op_type == "Clip" and node.outputs[0].dtype == ir.DataType.FLOAT:
+            lowered = _clip(node, fresh)
+        elif node.op_type == "GlobalAveragePool" and opset >= _AXES_ARE_INPUTS:
+            lowered = _mean(model.graph, node, fresh)
+        if lowered is not None:
+            replace_output(node, lowered)
 
 
 def _clip(node: ir.Node, fresh: FreshNames) -> ir.Value | None:

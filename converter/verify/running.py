@@ -25,7 +25,7 @@ from bf16kit.converter.graph.equality import in_fp32
 from bf16kit.converter.graph.initializers import dims, stays_inline
 from bf16kit.converter.graph.names import FreshNames, all_value_names
 from bf16kit.converter.graph.operators import EXACT
-from bf16kit.converter.graph.types import Step, run
+from bf16kit.converter.graph.types import run
 from bf16kit.converter.plan import is_matrix
 from bf16kit.converter.plan.profiles import PROFILES
 from bf16kit.converter.rewrite import Match
@@ -186,10 +186,10 @@ def emulation(cuda_graph: Path) -> bytes:
 
     Raises :class:`ConversionError` if the graph holds bf16 where it cannot be emulated.
     """
-    return serialize(run([Emulate()], ir.load(cuda_graph)))
+    return serialize(run([emulate], ir.load(cuda_graph)))
 
 
-class Emulate(Step):
+def emulate(model: ir.Model) -> None:
     """Replace every bf16 value by an fp32 value that was rounded to bf16.
 
     Operators that only move or choose values need no rounding, because their inputs are bf16 values already. Nodes that
@@ -197,25 +197,21 @@ class Emulate(Step):
     only initializers, values put together from them, and values between two casts are bf16. Only Shape may also read
     those.
     """
-
-    name = "emulate bf16"
-
-    def apply(self, model: ir.Model) -> None:
-        graph, fresh = model.graph, FreshNames(all_value_names(model))
-        moves = _moves_of_weights(graph)
-        others = [node for node in graph if node not in moves]
-        weights = [value for value in graph.initializers.values() if value.dtype == BFLOAT16]
-        weights += [node.outputs[0] for node in moves]
-        narrow = [(node, output) for node in others for output in node.outputs if output.dtype == BFLOAT16]
-        for value in weights if others else ():
-            readers = [use for use in value.uses() if use.node not in moves and not _widens(use.node)]
-            if readers:
-                cast = _cast(value, FLOAT, fresh)
-                graph.insert_before(others[0], cast)
-                for use in readers:
-                    use.node.replace_input_with(use.idx, cast.outputs[0])
-        for node, output in narrow:
-            _emulate(graph, node, output, fresh)
+    graph, fresh = model.graph, FreshNames(all_value_names(model))
+    moves = _moves_of_weights(graph)
+    others = [node for node in graph if node not in moves]
+    weights = [value for value in graph.initializers.values() if value.dtype == BFLOAT16]
+    weights += [node.outputs[0] for node in moves]
+    narrow = [(node, output) for node in others for output in node.outputs if output.dtype == BFLOAT16]
+    for value in weights if others else ():
+        readers = [use for use in value.uses() if use.node not in moves and not _widens(use.node)]
+        if readers:
+            cast = _cast(value, FLOAT, fresh)
+            graph.insert_before(others[0], cast)
+            for use in readers:
+                use.node.replace_input_with(use.idx, cast.outputs[0])
+    for node, output in narrow:
+        _emulate(graph, node, output, fresh)
 
 
 def _moves_of_weights(graph: ir.Graph) -> dict[ir.Node, None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import ml_dtypes
@@ -13,16 +14,16 @@ from onnx_ir.passes.common import CheckerPass
 
 from bf16kit.artifact.manifest import RESIDUAL, PlanEntry
 from bf16kit.converter.fuse.functions import rounds_activations
-from bf16kit.converter.fuse.fuse import Unpanel, fuse
+from bf16kit.converter.fuse.fuse import fuse, unpanel
 from bf16kit.converter.graph.dimensions import drop_guesses
 from bf16kit.converter.graph.initializers import const, dims, initializer, stays_inline
 from bf16kit.converter.graph.names import FreshNames, all_value_names
 from bf16kit.converter.graph.operators import RECURRENT, SHAPE_ONLY, Bf16Form, bf16_form, label
-from bf16kit.converter.graph.types import InferTypes, Step
+from bf16kit.converter.graph.types import infer_types
 from bf16kit.converter.plan import Planned, narrowed
 from bf16kit.converter.plan.profiles import PROFILES, Profile
 from bf16kit.converter.rewrite import Prepared, run
-from bf16kit.converter.rewrite.explicit import DropUnused
+from bf16kit.converter.rewrite.explicit import drop_unused
 from bf16kit.converter.write.weights import BF16_FILE, FP32_FILE, StoredWeights
 from bf16kit.messages.errors import ConversionError
 from bf16kit.messages.wording import brief
@@ -88,14 +89,14 @@ def build(prepared: Prepared, planned: Planned, profile: Profile) -> ir.Model:
     Initializers that the plan narrows have the type bf16 but still hold fp32 data: the caller that writes or runs the
     graph provides the bf16 data. Raises :class:`ConversionError` that names the failed step.
     """
-    narrow = narrowed(planned.plan.tensors)
+    tensors = narrowed(planned.plan.tensors)
     nodes = {entry.name for entry in planned.plan.nodes[profile.name] if entry.precision == "bf16"}
     base, fusions = profile.base(prepared), planned.fusions
     if profile.uses_kernel:
         rounding = nodes if profile.rounds_products else frozenset()
         model, _ = fuse(
             base,
-            narrow,
+            tensors,
             fusions.panels,
             rounding=rounding,
             convolutions=profile.rounds_products and fusions.convolve,
@@ -103,10 +104,11 @@ def build(prepared: Prepared, planned: Planned, profile: Profile) -> ir.Model:
         )
     else:
         model = base.clone()
-    return run([Narrow(narrow, nodes), DropUnused(), InferTypes()], model)
+    to_bf16 = partial(narrow, bf16_tensors=tensors, bf16_nodes=nodes)
+    return run([to_bf16, drop_unused, infer_types], model)
 
 
-class Narrow(Step):
+def narrow(model: ir.Model, bf16_tensors: Collection[str], bf16_nodes: Collection[str]) -> None:
     """Give the nodes of the main graph named in ``bf16_nodes`` bf16 inputs and outputs, and insert casts.
 
     ``bf16_tensors`` names the initializers stored in bf16. Their type changes here; their data is attached when the
@@ -115,36 +117,28 @@ class Narrow(Step):
     types. The CPU kernel's nodes read their weights as stored, named or not. Requires: types are known, masks are
     clamped, no graph output is an initializer.
     """
-
-    name = "narrow"
-
-    def __init__(self, bf16_tensors: Collection[str], bf16_nodes: Collection[str]) -> None:
-        self._tensors = frozenset(bf16_tensors)
-        self._nodes = frozenset(bf16_nodes)
-
-    def apply(self, model: ir.Model) -> None:
-        graph, opset = model.graph, model.opset_imports[""]
-        forms: dict[ir.Node, Bf16Form] = {}
-        for node in graph:
-            if node.name in self._nodes or node.domain == KERNEL:
-                form = bf16_form(node, opset)
-                if form is None:
-                    raise ConversionError(f"node {node.name!r}: {node.op_type} has no bf16 form in opset {opset}")
-                forms[node] = form
-        narrow = [value for name, value in graph.initializers.items() if name in self._tensors]
-        narrow += [node.outputs[i] for node, form in forms.items() for i in form.outputs]
-        narrow = [value for value in narrow if value.dtype == FLOAT and value.name is not None]
-        for computed in narrow:
-            computed.type = ir.TensorType(BFLOAT16)
-        casts = _Casts(graph, FreshNames(all_value_names(model)))
-        for computed in narrow:
-            _widen_for_others(computed, forms, casts)
-        for node, form in forms.items():
-            for index in form.inputs:
-                value = node.inputs[index]
-                if value is not None and value.dtype == FLOAT:
-                    node.replace_input_with(index, casts.to(value, BFLOAT16))
-        casts.insert()
+    graph, opset = model.graph, model.opset_imports[""]
+    forms: dict[ir.Node, Bf16Form] = {}
+    for node in graph:
+        if node.name in bf16_nodes or node.domain == KERNEL:
+            form = bf16_form(node, opset)
+            if form is None:
+                raise ConversionError(f"node {node.name!r}: {node.op_type} has no bf16 form in opset {opset}")
+            forms[node] = form
+    values = [value for name, value in graph.initializers.items() if name in bf16_tensors]
+    values += [node.outputs[i] for node, form in forms.items() for i in form.outputs]
+    chosen = [value for value in values if value.dtype == FLOAT and value.name is not None]
+    for computed in chosen:
+        computed.type = ir.TensorType(BFLOAT16)
+    casts = _Casts(graph, FreshNames(all_value_names(model)))
+    for computed in chosen:
+        _widen_for_others(computed, forms, casts)
+    for node, form in forms.items():
+        for index in form.inputs:
+            value = node.inputs[index]
+            if value is not None and value.dtype == FLOAT:
+                node.replace_input_with(index, casts.to(value, BFLOAT16))
+    casts.insert()
 
 
 def _widen_for_others(value: ir.Value, forms: Mapping[ir.Node, Bf16Form], casts: _Casts) -> None:
@@ -197,9 +191,9 @@ class _Casts:
 
 def _write_with_panels(model: ir.Model, stored: StoredWeights, path: Path) -> None:
     """Write the graph from :func:`build`, reading panels as stored."""
-    unpanel = Unpanel(stored.tensors)
-    run([unpanel], model)
-    _write(model, path, lambda name, shape: _stored(stored, stored.aliases.get(name, name), shape), unpanel.declared)
+    declared: dict[str, ir.ExternalTensor] = {}
+    run([partial(unpanel, stored=stored.tensors, declared=declared)], model)
+    _write(model, path, lambda name, shape: _stored(stored, stored.aliases.get(name, name), shape), declared)
 
 
 def _stored(stored: StoredWeights, name: str, shape: ir.Shape, *, as_fp32: bool = False) -> ir.ExternalTensor:

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 import graphs
 from bf16kit.artifact.artifact import Artifact
+from bf16kit.converter import rewrite
 from bf16kit.converter.fuse.multiply import ProductVariant
 from bf16kit.converter.graph.initializers import initializer
 from bf16kit.converter.graph.names import FreshNames, all_value_names
@@ -224,15 +225,13 @@ def a_mask_clamped_too_far(patch: Patch) -> None:
 
 @gate(_clip, PREPARED)
 def a_rewrite_for_cuda_that_changes_the_model(patch: Patch) -> None:
-    apply = lowering.LowerForCuda.apply
-
-    def swapped(step: lowering.LowerForCuda, model: ir.Model) -> None:
-        apply(step, model)
+    def swapped(model: ir.Model) -> None:
+        lowering.lower_for_cuda(model)
         for node in model.graph:
             if node.op_type == "Min":
                 node.op_type = "Max"
 
-    patch.setattr(lowering.LowerForCuda, "apply", swapped)
+    patch.setattr(rewrite, "lower_for_cuda", swapped)
 
 
 @gate(_equal, ORACLE)

@@ -17,7 +17,7 @@ from onnx import ModelProto, NodeProto, helper
 
 import graphs
 from bf16kit.converter.fuse.attention import attention
-from bf16kit.converter.graph.types import InferTypes
+from bf16kit.converter.graph.types import infer_types
 from bf16kit.converter.plan.decisions import Islands
 from bf16kit.numerics.rounding import to_bf16, to_fp32
 
@@ -98,7 +98,7 @@ def test_a_selection_that_two_layers_share_becomes_one_mask(tmp_path: Path) -> N
 
 def _found(proto: ModelProto) -> int:
     model = ir.from_proto(proto)
-    InferTypes().apply(model)
+    infer_types(model)
     return sum(attention(node) is not None for node in model.graph)
 
 

@@ -22,7 +22,7 @@ from bf16kit.converter.fuse.functions import Fusing
 from bf16kit.converter.fuse.fuse import fuse
 from bf16kit.converter.fuse.multiply import Epilogue, epilogue
 from bf16kit.converter.fuse.products import Product
-from bf16kit.converter.graph.types import InferTypes, run
+from bf16kit.converter.graph.types import infer_types, run
 from bf16kit.converter.options import Options, parse_target
 
 
@@ -178,7 +178,7 @@ _TWO = {  # the node `broken` is invalid, in a way that is found while the kerne
 def test_an_error_while_the_kernel_s_nodes_are_chosen_leaves_out_the_node(op: str) -> None:
     shape, weight = ("batch, 64, 16, 16", (64, 64, 3, 3)) if op == "Conv" else ("batch, 64", (64, 64))
     text = f"(float[{shape}] x) => (float[{shape}] y, float[a] b) {{ {_TWO[op]} }}"
-    model = run([InferTypes()], ir.from_proto(graphs.parsed(text, w=graphs.values(*weight), v=graphs.values(*weight))))
+    model = run([infer_types], ir.from_proto(graphs.parsed(text, w=graphs.values(*weight), v=graphs.values(*weight))))
     _, fusions = fuse(model, {"w", "v"}, convolutions=True)
     assert [fusion.node for fusion in fusions.made] == ["sound"]
     assert fusions.refused.keys() == {"broken"}
@@ -188,7 +188,7 @@ def test_nothing_is_said_about_a_node_without_inputs() -> None:
     text = """(float[batch, 64] x) => (float[batch, 64] y, float[2] z) {
         [noise] z = RandomNormal <shape = [2]> () [product] y = MatMul (x, w)
     }"""
-    model = run([InferTypes()], ir.from_proto(graphs.parsed(text, w=graphs.values(64, 64))))
+    model = run([infer_types], ir.from_proto(graphs.parsed(text, w=graphs.values(64, 64))))
     _, fusions = fuse(model, {"w"})
     assert [fusion.node for fusion in fusions.made] == ["product"]
     assert not fusions.refused

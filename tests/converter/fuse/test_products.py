@@ -15,7 +15,7 @@ from onnx import ModelProto, TensorProto, helper
 import graphs
 from bf16kit.converter.fuse.functions import Fusing
 from bf16kit.converter.fuse.products import panelled_weights, product
-from bf16kit.converter.graph.types import InferTypes, run
+from bf16kit.converter.graph.types import infer_types, run
 from bf16kit.numerics.rounding import to_bf16, to_fp32
 from bf16kit.runtime.ort.session import ort
 
@@ -308,7 +308,7 @@ def test_a_weight_is_stored_in_panels_if_only_the_kernel_reads_it(name: str) -> 
         scalar=np.array(0.5, np.float32),
         column=graphs.values(7, 1),
     )
-    model = run([InferTypes()], ir.from_proto(proto))
+    model = run([infer_types], ir.from_proto(proto))
     assert panelled_weights(Fusing(model, {"w"})) == ({} if axis is None else {"w": axis})
     assert panelled_weights(Fusing(model)) == {}
     if axis is None and shape == (48, 32):  # the kernel still reads its rows
@@ -319,5 +319,5 @@ def test_a_weight_is_stored_in_panels_if_only_the_kernel_reads_it(name: str) -> 
 def test_a_weight_that_a_body_multiplies_keeps_its_rows() -> None:
     proto = graphs.if_branches()
     proto.graph.node.append(helper.make_node("MatMul", ["x", "captured"], ["z"]))
-    model = run([InferTypes()], ir.from_proto(proto))
+    model = run([infer_types], ir.from_proto(proto))
     assert panelled_weights(Fusing(model, {"captured"})) == {}

@@ -1,5 +1,6 @@
 """Every value in a graph gets a dtype, and a shape if it can be known; an error names the step that failed."""
 
+from functools import partial
 from pathlib import Path
 
 import onnx
@@ -10,12 +11,12 @@ from onnx import ModelProto, helper
 
 import graphs
 from bf16kit.converter.graph.names import values_of
-from bf16kit.converter.graph.types import InferTypes, Step, run
+from bf16kit.converter.graph.types import infer_types, run
 from bf16kit.messages.errors import ConversionError
 
 
 def _untyped(proto: ModelProto) -> list[str]:
-    model = run([InferTypes()], ir.from_proto(proto))
+    model = run([infer_types], ir.from_proto(proto))
     return [value.name or "" for value in values_of(model.graph) if value.dtype is None]
 
 
@@ -31,7 +32,7 @@ def _chain(*ops: str, domain: str) -> ModelProto:
 def test_types_after_com_microsoft_and_ai_onnx_ml_operators_are_inferred() -> None:
     for domain, ops in (("com.microsoft", ("Gelu", "QuickGelu", "FastGelu")), ("ai.onnx.ml", ("Scaler", "Normalizer"))):
         proto = _chain(*ops, domain=domain)
-        model = run([InferTypes()], ir.from_proto(proto))
+        model = run([infer_types], ir.from_proto(proto))
         assert _untyped(proto) == []
         shapes = {value.name: value.shape for value in values_of(model.graph)}
         assert shapes["u1"] == shapes["v2"] == ir.Shape(["batch", 16])
@@ -65,14 +66,8 @@ def test_nodes_of_unknown_type_are_named_in_a_note(cli: Cli, target: Path, tmp_p
     assert "the output types of 1 of 3 nodes could not be inferred, the first 'inverse' (Inverse)" in out
 
 
-class _Failing(Step):
-    name = "break"
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def apply(self, model: ir.Model) -> None:
-        raise self._error
+def break_it(_model: ir.Model, error: Exception) -> None:
+    raise error
 
 
 @pytest.mark.parametrize(
@@ -80,5 +75,5 @@ class _Failing(Step):
 )
 def test_an_error_names_the_step_the_steps_before_it_and_the_cause(error: Exception, cause: str) -> None:
     with pytest.raises(ConversionError) as caught:
-        run([InferTypes(), _Failing(error)], ir.from_proto(graphs.mlp()))
-    assert str(caught.value) == f"step 'break' (after infer types): {cause}"
+        run([infer_types, partial(break_it, error=error)], ir.from_proto(graphs.mlp()))
+    assert str(caught.value) == f"step 'break it' (after infer types): {cause}"

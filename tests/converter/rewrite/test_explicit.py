@@ -11,15 +11,15 @@ from lowered import assert_same_tensors, lower
 from onnx import GraphProto, ModelProto, helper
 
 import graphs
-from bf16kit.converter.graph.types import InferTypes, run
+from bf16kit.converter.graph.types import infer_types, run
 from bf16kit.converter.rewrite.explicit import (
-    ConstantsToInitializers,
-    HoistInitializers,
-    InlineFunctions,
-    NameEverything,
-    RemoveIdentities,
-    ShareEqualWeights,
+    constants_to_initializers,
     floating_tensors,
+    hoist_initializers,
+    inline_functions,
+    name_everything,
+    remove_identities,
+    share_equal_weights,
 )
 from bf16kit.messages.errors import ConversionError
 
@@ -32,7 +32,7 @@ def test_functions_are_inlined_and_the_exporter_s_stack_traces_are_dropped() -> 
     proto.opset_import.append(helper.make_opsetid("local", 1))
     proto.graph.node.append(helper.make_node("Double", ["y"], ["z"], domain="local"))
     proto.graph.output[0].name = "z"
-    model = run([InlineFunctions()], ir.from_proto(proto))
+    model = run([inline_functions], ir.from_proto(proto))
     assert [node.op_type for node in model.graph] == ["MatMul", "Add", "Add"]
     assert b"somebody" not in ir.to_proto(model).SerializeToString()
 
@@ -44,14 +44,14 @@ def test_constants_written_as_attributes_become_tensors_of_onnx_s_dtypes() -> No
             s = ReduceSum (x, axes) y = Add (s, one)
         }"""
     )
-    model = run([ConstantsToInitializers()], ir.from_proto(proto))
+    model = run([constants_to_initializers], ir.from_proto(proto))
     dtypes = {name: value.dtype for name, value in model.graph.initializers.items()}
     assert dtypes == {"one": ir.DataType.FLOAT, "axes": ir.DataType.INT64}
 
 
 def test_a_constant_that_is_an_output_keeps_its_name_through_an_identity() -> None:
     proto = graphs.parsed("(float[1] x) => (float[1] y) { y = Constant <value = float[1] {0}> () }")
-    model = run([ConstantsToInitializers(), HoistInitializers()], ir.from_proto(proto))
+    model = run([constants_to_initializers, hoist_initializers], ir.from_proto(proto))
     assert [node.op_type for node in model.graph] == ["Identity"]
     assert [value.name for value in model.graph.outputs] == ["y"]
     assert list(model.graph.initializers) == ["y.value"]
@@ -92,7 +92,7 @@ def test_shapes_and_constants_without_an_output_are_not_tensors_of_the_file() ->
     assert sorted(floating_tensors(ir.from_proto(proto))) == ["b0", "b1", "w0", "w1"]
 
 
-_STEPS = (NameEverything(), ConstantsToInitializers(), HoistInitializers())
+_STEPS = (name_everything, constants_to_initializers, hoist_initializers)
 
 
 def _choice(branch: Callable[[str, int], GraphProto], shape: list[int | str]) -> ModelProto:
@@ -185,7 +185,7 @@ def test_clip_becomes_the_max_and_min_it_needs(bounds: list[str], ops: list[str]
 def test_nodes_that_copy_are_removed_unless_an_edge_would_lose_its_name(
     text: str, outputs: list[str], ops: list[str]
 ) -> None:
-    model = run([InferTypes(), RemoveIdentities()], ir.from_proto(graphs.parsed(text)))
+    model = run([infer_types, remove_identities], ir.from_proto(graphs.parsed(text)))
     assert [value.name for value in (*model.graph.inputs, *model.graph.outputs)] == ["x", *outputs]
     assert [node.op_type for node in model.graph] == ops
 
@@ -195,7 +195,7 @@ def test_an_output_keeps_a_shape_that_inference_cannot_find() -> None:
     nodes = [helper.make_node("Spell", ["x"], ["s"], domain="com.example"), helper.make_node("Identity", ["s"], ["y"])]
     proto = graphs.model(nodes, [graphs.edge("x", ["batch", 4])], [graphs.edge("y", ["batch", 4])])
     proto.opset_import.append(helper.make_opsetid("com.example", 1))
-    model = run([InferTypes(), RemoveIdentities()], ir.from_proto(proto))
+    model = run([infer_types, remove_identities], ir.from_proto(proto))
     assert [node.op_type for node in model.graph] == ["Spell"]
     assert model.graph.outputs[0].shape == ir.Shape(["batch", 4])
 
@@ -221,7 +221,7 @@ def test_a_weight_that_is_another_s_transpose_is_stored_once(tmp_path: Path) -> 
 def test_a_table_is_stored_instead_of_its_transpose_whichever_comes_first() -> None:
     proto = _tied(graphs.values(64, 16).T.copy())
     proto.graph.initializer.reverse()
-    model = run([ShareEqualWeights()], ir.from_proto(proto))
+    model = run([share_equal_weights], ir.from_proto(proto))
     assert sorted(model.graph.initializers) == ["table"]
     assert [(node.op_type, node.inputs[0].name) for node in model.graph if node.inputs[0] is not None] == [
         ("Transpose", "table"),
@@ -240,13 +240,13 @@ def test_equal_tables_of_indices_are_stored_once() -> None:
         in_a=index,
         in_b=index,
     )
-    assert list(run([ShareEqualWeights()], ir.from_proto(proto)).graph.initializers) == ["in_a"]
+    assert list(run([share_equal_weights], ir.from_proto(proto)).graph.initializers) == ["in_a"]
 
 
 def test_weights_that_differ_in_one_bit_are_not_shared() -> None:
     twin = graphs.values(64, 16).T.copy()
     twin[0, 0] = np.nextafter(twin[0, 0], np.float32(9))
-    model = run([ShareEqualWeights()], ir.from_proto(_tied(twin)))
+    model = run([share_equal_weights], ir.from_proto(_tied(twin)))
     assert sorted(model.graph.initializers) == ["head", "table"]
 
 
@@ -255,7 +255,7 @@ def test_nodes_without_a_name_or_with_a_duplicate_get_the_same_name_every_time()
         proto = graphs.mlp()
         for node in proto.graph.node:
             node.name = "same" if node.op_type == "MatMul" else ""
-        return [node.name for node in run([NameEverything()], ir.from_proto(proto)).graph]
+        return [node.name for node in run([name_everything], ir.from_proto(proto)).graph]
 
     assert names() == names() == ["same", "Add_1", "Relu_2", "same_1", "Add_4"]
 
@@ -271,4 +271,4 @@ def test_a_value_that_nothing_produces_is_named_with_the_remedy() -> None:
     with pytest.raises(
         ConversionError, match=r"'matmul0' reads 'w0', which no node, input or initializer gives.*sparse"
     ):
-        run([NameEverything()], ir.from_proto(proto))
+        run([name_everything], ir.from_proto(proto))

@@ -4,8 +4,8 @@ import numpy as np
 import onnx_ir as ir
 
 import graphs
-from bf16kit.converter.graph.types import InferTypes, run
-from bf16kit.converter.rewrite.integers import ComputeIntegers
+from bf16kit.converter.graph.types import infer_types, run
+from bf16kit.converter.rewrite.integers import compute_integers
 
 
 def test_an_exporters_padding_becomes_numbers() -> None:
@@ -20,7 +20,7 @@ def test_an_exporters_padding_becomes_numbers() -> None:
     }"""
     numbers = {"four": [4], "turned": [2, 2], "some": [1, 0, 2], "one": [1]}
     source = graphs.parsed(text, **{name: np.array(value) for name, value in numbers.items()})
-    model = run([InferTypes(), ComputeIntegers()], ir.from_proto(source))
+    model = run([infer_types, compute_integers], ir.from_proto(source))
     assert [node.op_type for node in model.graph] == ["Pad", "Concat"]
     pads = model.graph.initializers["pads"].const_value
     assert pads is not None
@@ -37,7 +37,7 @@ def test_what_is_fed_many_or_no_integers_stays() -> None:
         z = Identity (twice)
     }"""
     source = graphs.parsed(text, many=np.array([65]), one=np.array([1]), half=np.array([0.5], np.float32))
-    model = run([InferTypes(), ComputeIntegers()], ir.from_proto(source))
+    model = run([infer_types, compute_integers], ir.from_proto(source))
     assert [node.op_type for node in model.graph] == ["ConstantOfShape", "Concat", "Concat", "Concat", "Identity"]
 
 
@@ -50,5 +50,5 @@ def test_results_too_large_to_compute_and_nodes_that_cannot_run_stay() -> None:
     }"""
     numbers = {"huge": [4_000_000_000_000], "one": [1], "two": [2], "less": [-1]}
     source = graphs.parsed(text, **{name: np.array(value) for name, value in numbers.items()})
-    model = run([ComputeIntegers()], ir.from_proto(source))
+    model = run([compute_integers], ir.from_proto(source))
     assert len(model.graph) == 7

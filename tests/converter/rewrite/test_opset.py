@@ -9,7 +9,7 @@ from onnx import ModelProto, helper
 
 import graphs
 from bf16kit.converter.graph.types import run
-from bf16kit.converter.rewrite.lowering import RaiseOpset, SupportedOpset
+from bf16kit.converter.rewrite.lowering import check_opset, raise_opset
 from bf16kit.messages.errors import ConversionError
 from bf16kit.runtime.ort.session import open_session
 
@@ -92,19 +92,19 @@ def test_weights_are_not_copied_through_the_converter() -> None:
     """onnx's version converter works on a serialised copy, which cannot exceed 2 GB."""
     model = ir.from_proto(_cnn(13))
     before = model.graph.initializers["fc"].const_value
-    run([RaiseOpset()], model)
+    run([raise_opset], model)
     assert model.opset_imports[""] == 22
     assert model.graph.initializers["fc"].const_value is before
 
 
 def test_an_opset_that_onnx_runtime_does_not_load_is_rejected_with_the_remedy() -> None:
     with pytest.raises(ConversionError, match=r"opset 28 is newer than 26.*export the model with opset 22"):
-        run([SupportedOpset()], ir.from_proto(_at(graphs.mlp(), 28)))
+        run([check_opset], ir.from_proto(_at(graphs.mlp(), 28)))
 
 
 @pytest.mark.parametrize(("found", "settled"), [(3, 8), (10, 10), (14, 11)])
 def test_the_ir_version_is_one_that_onnx_runtime_reads(found: int, settled: int) -> None:
-    model = run([SupportedOpset()], ir.from_proto(_at(graphs.mlp(), 22, found)))
+    model = run([check_opset], ir.from_proto(_at(graphs.mlp(), 22, found)))
     assert model.ir_version == settled
 
 
@@ -121,7 +121,7 @@ def test_a_resize_of_an_old_opset_keeps_its_coordinates(
     scale = graphs.initializer("scales", np.array([1, 1, *scales], np.float32))
     edges = [graphs.edge("x", [1, 2, 9, 11])], [graphs.edge("y", [1, 2, "height", "width"])]
     proto = _at(graphs.model(nodes, *edges, [scale]), opset)
-    raised = ir.to_proto(run([RaiseOpset()], ir.from_proto(proto)))
+    raised = ir.to_proto(run([raise_opset], ir.from_proto(proto)))
     assert _opset(raised) == 22
     feeds = {"x": graphs.values(1, 2, 9, 11, seed=3)}
     before, after = (open_session(each.SerializeToString()).run(None, feeds)[0] for each in (proto, raised))
