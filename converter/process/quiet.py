@@ -103,9 +103,9 @@ def prefix_errors(source: Path) -> Iterator[None]:
     try:
         yield
     except (ConversionError, RuntimeFailure, SourceError) as error:
-        if source.name in str(error):
-            raise
-        raise type(error)(f"{source}: {error}") from error
+        if source.name not in str(error):
+            error.args = (f"{source}: {error}",)
+        raise
     except MemoryError as error:
         what = f" ({first_line(error)})" if str(error) else ""  # NumPy's has the array's shape
         raise ConversionError(f"{source}: out of memory; it needs more than this machine has free{what}") from error

@@ -18,7 +18,7 @@ import pytest
 from bf16kit.converter.process.memory import frozen_heap, keep_few_primitives, release_memory
 from bf16kit.converter.process.progress import LineProgress, for_stream
 from bf16kit.converter.process.quiet import first_line, prefix_errors, quiet
-from bf16kit.messages.errors import Bf16kitError, ConversionError, RuntimeFailure, UsageError
+from bf16kit.messages.errors import Bf16kitError, ConversionError, InputRefused, RuntimeFailure, UsageError
 
 
 def test_nothing_reaches_the_terminal_and_the_state_is_restored(
@@ -66,6 +66,7 @@ def test_an_error_is_shown_as_its_first_telling_line(error: Exception, said: str
     [
         (ConversionError("step 'fold': no"), "models/m.onnx: step 'fold': no"),
         (RuntimeFailure("cannot load cpu.onnx"), "models/m.onnx: cannot load cpu.onnx"),
+        (InputRefused("no row 9", "row 9"), "models/m.onnx: no row 9"),
         (ConversionError("m.onnx: damaged"), "m.onnx: damaged"),
         (UsageError("--out: no"), "--out: no"),
         (MemoryError(), "models/m.onnx: out of memory; it needs more than this machine has free"),
