@@ -92,6 +92,7 @@ def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
                 input_names=[spec.name for spec in model.inputs],
                 output_names=list(model.outputs),
                 dynamic_shapes=(shapes,) if any(shapes) else None,
+                custom_translation_table={torch.ops.aten.copy.default: _copied},
                 optimize=False,  # `simplify` instead, which does not change weights
                 verbose=False,
             )
@@ -108,6 +109,14 @@ def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
         value.name, value.shape = spec.name, ir.Shape(spec.shape)
     bind(graph, tensors)
     return graph.clone()  # drops what the steps above removed, which the exporter's values still refer to
+
+
+def _copied(self: Any, src: Any, non_blocking: bool = False) -> Any:
+    """Translate ``self.copy_(src)``; torch's own translation does not broadcast ``src``."""
+    from onnxscript import opset22 as op
+
+    cast = op.CastLike(src, self)
+    return cast if src.shape == self.shape else op.Expand(cast, op.Shape(self))
 
 
 def _examples(inputs: Sequence[TensorSpec], examples: Examples | None) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -292,3 +292,18 @@ def test_chunks_of_a_free_dimension_are_exported() -> None:
 
     graph = to_onnx(adapt(Chunked().eval(), (TensorSpec("x", "float32", ("batch", "length", 8)),)), {})
     assert "SplitToSequence" in [node.op_type for node in graph.graph]
+
+
+class _Copying(nn.Module):
+    """x [batch, 16] → x with its first column in three others. torch's own translation of copy_ does not broadcast."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        y[:, 3:6].copy_(x[:, :1])
+        return y
+
+
+def test_what_is_copied_into_a_part_of_a_tensor_is_broadcast_to_it() -> None:
+    x = graphs.values(3, 16)
+    found = run(to_onnx(adapt(_Copying(), X), {}), X, x=x)["output"]
+    np.testing.assert_array_equal(found, _Copying()(torch.from_numpy(x)).numpy())
