@@ -264,11 +264,11 @@ def last_line(error: Exception) -> str:
 
 
 def _to_tensor(array: Array) -> torch.Tensor:
-    """Return ``array`` as a tensor over the same memory; a copy if it is read-only, which torch does not know."""
-    writable = array if array.flags.writeable else array.copy()
+    """Return a copy of ``array`` as a tensor: a program may change its inputs."""
+    copy = array.copy()
     if array.dtype == _BF16:
-        return torch.from_numpy(writable.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(writable)
+        return torch.from_numpy(copy.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(copy)
 
 
 def to_array(tensor: torch.Tensor) -> Array:

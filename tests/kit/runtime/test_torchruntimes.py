@@ -194,9 +194,10 @@ def test_bf16_edges_keep_every_bit(kind: Kind, native: bool, tmp_path: Path) -> 
 
 
 @BOTH
-def test_read_only_inputs_are_accepted_without_a_warning_and_never_written(kind: Kind, tmp_path: Path) -> None:
+@pytest.mark.parametrize("writeable", [True, False])
+def test_inputs_are_never_written_and_may_be_read_only(kind: Kind, writeable: bool, tmp_path: Path) -> None:
     x = np.ones((2, 16), np.float32)
-    x.flags.writeable = False
+    x.flags.writeable = writeable
     assert (kind(written(kind, tmp_path, Double()), [X], [Y]).run({"x": x})["y"] == 2).all()
     assert (x == 1).all()
 
