@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bf16kit.converter.write.torchscript import raw_archive
+from bf16kit.converter.write.torchscript import raw_archive, refuse_changes
 from bf16kit.messages.errors import ConversionError
 from bf16kit.runtime import scriptgraph
 
@@ -45,8 +45,7 @@ def narrow_script(script: Any, path: Path) -> None:
     with raw_archive(path, failed) as raw:
         frozen = torch.jit.freeze(script, optimize_numerics=False)
         graph = frozen.graph
-        if any(node.kind() == "prim::SetAttr" for node in scriptgraph.nodes(graph)):
-            raise ConversionError(f"{failed}: it changes its own attributes")
+        refuse_changes(graph, failed)
         if not _Narrowing(frozen, graph).rewrite():
             raise ConversionError("no product of the TorchScript module has an fp32 weight that could become bf16")
         torch._C._jit_pass_dce(graph)

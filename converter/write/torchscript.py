@@ -18,6 +18,7 @@ from bf16kit.converter.process.tensorfiles import TensorFiles
 from bf16kit.converter.source import TorchModel
 from bf16kit.messages.errors import ConversionError
 from bf16kit.messages.wording import brief
+from bf16kit.runtime import scriptgraph
 
 _MANGLED = re.compile(rb"___torch_mangle_\d+")
 # Records that the writer makes itself, or that hold only this machine's paths of the traced Python code.
@@ -47,7 +48,17 @@ def narrow_and_trace(model: TorchModel, path: Path, *, strictly: bool = False) -
                 "a trace would fix choices that depend on the example input (a branch, a size); script the module"
                 f" instead, with torch.jit.script(module).save('model.pt'), and convert that file: {brief(warning)}"
             )
+        refuse_changes(torch.jit.freeze(traced, optimize_numerics=False).graph, "torch cannot trace the model in bf16")
         torch.jit.save(traced, str(raw))
+
+
+def refuse_changes(graph: Any, failed: str) -> None:
+    """Raise :class:`ConversionError` if the frozen ``graph`` changes a tensor of its module: requests run at once."""
+    aliases = graph.alias_db()
+    for node in scriptgraph.nodes(graph):
+        read = node.kind() == "prim::GetAttr"  # freezing made constants of the tensors that nothing changes
+        if node.kind() == "prim::SetAttr" or (read and aliases.has_writers(node.output())):
+            raise ConversionError(f"{failed}: it changes its own {node.s('name')!r}")
 
 
 @contextmanager

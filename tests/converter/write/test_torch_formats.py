@@ -125,6 +125,7 @@ class Branching(Mlp):
         (Picky, "torchscript", "torch cannot trace the model in bf16: TypeError: float32 or nothing"),
         (Branching, "pt2", "torch cannot export the model in bf16: "),
         (Counting, "pt2", "it changes its own buffer or input 'count'"),
+        (Counting, "torchscript", "torch cannot trace the model in bf16: it changes its own 'count'"),
     ],
 )
 def test_a_module_that_torch_cannot_write_is_reported_and_no_file_is_left(
@@ -268,6 +269,12 @@ class TestTorchScriptSource:
         by_dtype = {(tensor.ndim, tensor.dtype) for tensor in floats}
         assert {found for found in by_dtype if found[0] > 1} == {(4, torch.bfloat16), (2, torch.bfloat16)}
         assert (1, torch.float32) in by_dtype
+
+    def test_a_module_that_changes_its_own_tensors_is_rejected(self, tmp_path: Path) -> None:
+        """Requests that run at once would change them for each other."""
+        script = scripted.load(save(tmp_path / "m.pt", Counting(), torch.ones(2, 16)))
+        with pytest.raises(ConversionError, match="module to bf16: it changes its own 'count'"):
+            narrow_script(script, tmp_path / "bf16.pt")
 
     def test_recurrent_layers_store_their_matrices_in_bf16(self, tmp_path: Path) -> None:
         x = torch.linspace(-1, 1, 96).view(2, 3, 16)
