@@ -29,7 +29,7 @@ from bf16kit.converter.process.quiet import quiet
 from bf16kit.service import cli as server
 
 X = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
-ELSEWHERE = {row("TensorFlow SavedModel"), row("Keras 3 file")}  # tests/sources/test_documented.py
+ELSEWHERE = {row("TensorFlow SavedModel"), row("Keras 3 file")}  # tests/sources/test_tensorflow.py
 
 
 def _answers(module: torch.nn.Module | None = None, name: str = "output") -> Answers:

@@ -1,28 +1,29 @@
 """Make the test models in TensorFlow's own Python, with TensorFlow's outputs and stored variables.
 
-``python models_of_tensorflow.py NAME DIRECTORY`` writes ``DIRECTORY/model`` (or ``model.keras``), ``feeds.npz``, for
-each signature ``answers-SIGNATURE.npz``, and ``variables.npz`` and ``names.json`` as TensorFlow's own readers give
-them.
+``python models_of_tensorflow.py DIRECTORY NAME…`` writes into ``DIRECTORY/NAME`` the file ``model`` (or
+``model.keras``), ``feeds.npz``, for each signature ``answers-SIGNATURE.npz``, and ``variables.npz`` and ``names.json``
+as TensorFlow's own readers give them. Models of Keras 2 need a process of their own.
 """
 
 import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "2"
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
-NAME, HERE = sys.argv[1], Path(sys.argv[2])
-if NAME.startswith("keras2"):
+DIRECTORY, NAMES = Path(sys.argv[1]), sys.argv[2:]
+if NAMES[0].startswith("keras2"):
     os.environ["TF_USE_LEGACY_KERAS"] = "1"
 
 import numpy as np  # noqa: E402 - reads the environment set above
 import tensorflow as tf  # noqa: E402
 from tensorflow.core.protobuf import trackable_object_graph_pb2  # noqa: E402
 
-MODEL = HERE / "model"
+MODEL = Path("model")  # each model is made in its own directory
 
 
 def keras_cnn() -> dict[str, Any]:
@@ -50,12 +51,12 @@ def keras_file() -> dict[str, Any]:
     x = layers.LayerNormalization()(x + layers.MultiHeadAttention(4, 8)(x, x))
     x = layers.Bidirectional(layers.LSTM(16))(x)
     model = tf.keras.Model(ids, layers.Dense(5)(x))
-    model.save(HERE / "model.keras")
+    model.save("model.keras")
     feeds = {"ids": np.random.default_rng(0).integers(0, 50, (8, 12)).astype(np.int32)}
-    _save(HERE / "answers-serving_default.npz", {"output_0": model(feeds["ids"]).numpy()})
-    _save(HERE / "feeds.npz", feeds)
+    _save("answers-serving_default.npz", {"output_0": model(feeds["ids"]).numpy()})
+    _save("feeds.npz", feeds)
     tf.keras.backend.clear_session()  # otherwise Keras continues its numbering of names: seed_generator_3
-    tf.keras.models.load_model(HERE / "model.keras").export(MODEL, verbose=False)  # its variables have Keras' names
+    tf.keras.models.load_model("model.keras").export(MODEL, verbose=False)  # its variables have Keras' names
     return {}
 
 
@@ -65,7 +66,7 @@ def keras_lambda() -> dict[str, Any]:
     inputs = tf.keras.Input((16,), name="x")
     hidden = layers.Lambda(lambda x: x * 2.0, output_shape=(16,))(layers.Dense(16)(inputs))
     model = tf.keras.Model(inputs, layers.Dense(4)(hidden))
-    model.save(HERE / "model.keras")
+    model.save("model.keras")
     model.export(MODEL, verbose=False)
     return {"x": _values(8, 16)}
 
@@ -135,8 +136,8 @@ def version1() -> dict[str, Any]:
 def mixed_precision() -> dict[str, Any]:
     """Make a model whose policy is to compute in bfloat16; the converter rejects it."""
     layers = tf.keras.layers
-    tf.keras.mixed_precision.set_global_policy("mixed_bfloat16")
-    tf.keras.Sequential([layers.Input((16,)), layers.Dense(8), layers.Dense(2)]).export(MODEL, verbose=False)
+    computed = [layers.Dense(width, dtype="mixed_bfloat16") for width in (8, 2)]
+    tf.keras.Sequential([layers.Input((16,)), *computed]).export(MODEL, verbose=False)
     return {}
 
 
@@ -169,32 +170,31 @@ def _values(*shape: int, seed: int = 0) -> Any:
     return (np.random.default_rng(seed).standard_normal(shape) / scale).astype(np.float32)
 
 
-def _save(path: Path, arrays: dict[str, Any]) -> None:
-    with path.open("wb") as file:
-        np.savez(file, **arrays)
+def _save(path: str, arrays: dict[str, Any]) -> None:
+    np.savez(path, **arrays)
 
 
 def _answers(feeds: dict[str, Any]) -> None:
     """Write the outputs of TensorFlow's own loader for each signature that takes these feeds."""
-    _save(HERE / "feeds.npz", feeds)
+    _save("feeds.npz", feeds)
     loaded = tf.saved_model.load(str(MODEL))
     for name, signature in loaded.signatures.items():
         wanted = signature.structured_input_signature[1]
         if set(wanted) <= set(feeds):
             given = {key: tf.constant(feeds[key]) for key in wanted}
-            _save(HERE / f"answers-{name}.npz", {key: value.numpy() for key, value in signature(**given).items()})
+            _save(f"answers-{name}.npz", {key: value.numpy() for key, value in signature(**given).items()})
 
 
 def _variables() -> None:
     reader = tf.train.load_checkpoint(str(MODEL / "variables" / "variables"))
     names = [name for name, dtype in reader.get_variable_to_dtype_map().items() if dtype != tf.string]
-    _save(HERE / "variables.npz", {name: reader.get_tensor(name) for name in names})
+    _save("variables.npz", {name: reader.get_tensor(name) for name in names})
     called = {}
     if reader.has_tensor("_CHECKPOINTABLE_OBJECT_GRAPH"):
         objects = trackable_object_graph_pb2.TrackableObjectGraph()
         objects.ParseFromString(reader.get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH"))
         called = {found.checkpoint_key: found.full_name for node in objects.nodes for found in node.attributes}
-    (HERE / "names.json").write_text(json.dumps(called))
+    Path("names.json").write_text(json.dumps(called))
 
 
 MAKERS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -203,8 +203,12 @@ MAKERS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 if __name__ == "__main__":
-    HERE.mkdir(parents=True, exist_ok=True)
-    its_feeds = MAKERS[NAME]()
-    if its_feeds:
-        _answers(its_feeds)
-    _variables()
+    for each in NAMES:
+        tf.keras.backend.clear_session()  # otherwise Keras continues its numbering of names: conv2d_1
+        here = DIRECTORY / each
+        here.mkdir(parents=True)
+        with chdir(here):
+            its_feeds = MAKERS[each]()
+            if its_feeds:
+                _answers(its_feeds)
+            _variables()

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from converting import Outcome, process
+from converting import Outcome, run_command
+from documented import command, row
 from restored import assert_restored
 from waiting import until
 
@@ -26,6 +27,11 @@ from bf16kit.runtime.loading import load, load_reference
 
 pytestmark = pytest.mark.sources
 _HERE = Path(__file__).parent
+# Of each process, the models that it makes: importing TensorFlow takes longer than all of the models.
+_MODELS = (
+    ("keras_cnn", "keras_file", "keras_lambda", "module", "version1", "mixed_precision", "runs_python"),
+    ("keras2_trained",),
+)
 _ONNX_ONLY = ("--format", "onnx", "--no-report")
 Made = Callable[[str], Path]
 Arrays = Mapping[str, Any]
@@ -38,19 +44,13 @@ def python(environment: Callable[[str], Path]) -> Path:
 
 @pytest.fixture(scope="session")
 def made(python: Path, tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """Return a function that gives the directory of a model, which it makes on the first call."""
-    known: dict[str, Path] = {}
-
-    def make(name: str) -> Path:
-        if name not in known:
-            path = tmp_path_factory.mktemp("made") / name
-            command = [str(python), "-I", str(_HERE / "models_of_tensorflow.py"), name, str(path)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-            assert done.returncode == 0, done.stderr[-2000:]
-            known[name] = path
-        return known[name]
-
-    return make
+    """Return a function that gives the directory of a model."""
+    root = tmp_path_factory.mktemp("made")
+    for names in _MODELS:
+        command = [str(python), "-I", str(_HERE / "models_of_tensorflow.py"), str(root), *names]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-2000:]
+    return root.joinpath
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +64,7 @@ def _arrays(path: Path) -> dict[str, Any]:
 
 
 def _convert(source: Path, target: Path, *more: str) -> Outcome:
-    return process("checkpoint", source, "--out", target, *_ONNX_ONLY, *more).published()
+    return run_command("checkpoint", source, "--out", target, *_ONNX_ONLY, *more).published()
 
 
 def _run(artifact: Path, profile: str, feeds: Arrays) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def _check(made: Path, target: Path, signature: str = "serving_default", renamed
         assert set(found) == {renamed.get(name, name) for name in expected}
         for name, answer in expected.items():
             assert _far(found[renamed.get(name, name)], answer) < bound, (profile, name)
-    process("restore", target, "--out", target.parent / "fp32.safetensors").published()
+    run_command("restore", target, "--out", target.parent / "fp32.safetensors").published()
     assert_restored(target.parent / "fp32.safetensors", _by_name(made))
 
 
@@ -105,9 +105,18 @@ def _by_name(made: Path) -> dict[str, Any]:
     return {called[key]: array for key, array in stored.items() if not called[key].endswith("/seed_generator_state")}
 
 
-def test_a_convolutional_model_of_keras_3_is_converted_and_restored(made: Made, tmp_path: Path) -> None:
-    target = tmp_path / "cnn" / "1"
-    _convert(made("keras_cnn") / "model", target, "--trust-code")
+def _convert_as_documented(source: str, monkeypatch: pytest.MonkeyPatch, directory: Path) -> Path:
+    """Run the command of a row of docs/converting.md's table exactly as the page shows it."""
+    monkeypatch.chdir(directory)
+    run_command(*command(source)).published()
+    return directory / "REPOSITORY" / "MODEL" / "1"
+
+
+def test_a_convolutional_model_of_keras_3_is_converted_as_documented_and_restored(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(made("keras_cnn") / "model", tmp_path / "DIRECTORY")
+    target = _convert_as_documented(row("TensorFlow SavedModel"), monkeypatch, tmp_path)
     _check(made("keras_cnn"), target)
     manifest = Artifact.open(target).manifest
     of = {entry.name: entry.tensor for entry in manifest.checkpoint}
@@ -117,19 +126,26 @@ def test_a_convolutional_model_of_keras_3_is_converted_and_restored(made: Made, 
     assert {of[name] for name in kernels} <= bf16
 
 
-def test_a_keras_file_of_any_name_is_loaded_by_the_loader_that_runs_no_code(made: Made, tmp_path: Path) -> None:
+def test_a_keras_file_is_converted_as_documented_and_of_any_name_to_the_same_bytes(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Keras chooses by the file name: for ``.h5`` it uses a loader that has no safe mode. The model has attention and
-    an LSTM; test_documented.py converts it by its own name."""
-    path = Path(shutil.copy(made("keras_file") / "model.keras", tmp_path / "x.h5"))
-    target = tmp_path / "text" / "1"
-    _convert(path, target)
+    an LSTM. Keras exports variables, and tf2onnx names and orders nodes, differently each time."""
+    shutil.copy(made("keras_file") / "model.keras", tmp_path)
+    target, other = (
+        _convert_as_documented(row("Keras 3 file"), monkeypatch, tmp_path),
+        tmp_path / "other" / "MODEL" / "1",
+    )
     assert Artifact.open(target).manifest.source.format == "keras"
     _check(made("keras_file"), target)
+    run_command("checkpoint", Path("model.keras").rename("x.h5"), "--out", other).published()
+    for file in target.iterdir():
+        assert (other / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 def test_a_keras_file_with_a_lambda_is_converted_only_with_trust(made: Made, tmp_path: Path) -> None:
     path, target = made("keras_lambda") / "model.keras", tmp_path / "code" / "1"
-    refused = process("checkpoint", path, "--out", target)
+    refused = run_command("checkpoint", path, "--out", target)
     refused.refused(
         2, "is a Keras model with code in it", "Lambda", "whoever writes it decides what runs", "--trust-code"
     )
@@ -147,7 +163,7 @@ def test_keras_safe_mode_refuses_code_that_the_config_hides(made: Made, tmp_path
                     b'"__lambda__"', b'"__l\\u0061mbda__"'
                 )
             changed.writestr(name, content)
-    refused = process("checkpoint", hidden, "--out", tmp_path / "m" / "1")
+    refused = run_command("checkpoint", hidden, "--out", tmp_path / "m" / "1")
     refused.refused(2, "is a Keras model with code in it", "Python lambda")
 
 
@@ -168,9 +184,9 @@ def test_a_module_with_several_signatures(
 
 
 def test_the_signatures_of_a_module_are_listed(made: Made, tmp_path: Path) -> None:
-    refused = process("checkpoint", made("module") / "model", "--trust-code", "--out", tmp_path / "m" / "1")
+    refused = run_command("checkpoint", made("module") / "model", "--trust-code", "--out", tmp_path / "m" / "1")
     refused.refused(2, "choose one with --signature: classify, embed, look_up")
-    refused = process(
+    refused = run_command(
         "checkpoint", made("module") / "model", "--trust-code", "--out", tmp_path / "m" / "1", "--signature", "look_up"
     )
     refused.refused(3, "'words' is sparse or ragged, holds strings")
@@ -190,7 +206,7 @@ def test_a_graph_of_tensorflow_1(made: Made, tmp_path: Path) -> None:
     ],
 )
 def test_unsupported_models_are_rejected_by_name(made: Made, tmp_path: Path, name: str, said: str) -> None:
-    process("checkpoint", made(name) / "model", "--trust-code", "--out", tmp_path / "m" / "1").refused(3, said)
+    run_command("checkpoint", made(name) / "model", "--trust-code", "--out", tmp_path / "m" / "1").refused(3, said)
 
 
 def test_tensorflows_checksums_detect_damaged_variables(made: Made, tmp_path: Path) -> None:
@@ -199,16 +215,8 @@ def test_tensorflows_checksums_detect_damaged_variables(made: Made, tmp_path: Pa
     content = bytearray(data.read_bytes())
     content[100] ^= 1
     data.write_bytes(content)
-    refused = process("checkpoint", model, "--trust-code", "--out", tmp_path / "m" / "1")
+    refused = run_command("checkpoint", model, "--trust-code", "--out", tmp_path / "m" / "1")
     refused.refused(2, "truncated or damaged: TensorFlow says DataLossError")
-
-
-def test_the_same_model_gives_the_same_bytes(made: Made, tmp_path: Path) -> None:
-    """This must hold although Keras exports variables, and tf2onnx names and orders nodes, differently each time."""
-    for name in ("a", "b"):
-        _convert(made("keras_file") / "model.keras", tmp_path / name / "m" / "1")
-    for file in (tmp_path / "a" / "m" / "1").iterdir():
-        assert (tmp_path / "b" / "m" / "1" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 def test_tensorflow_ends_with_a_converter_that_is_killed(made: Made, tmp_path: Path) -> None:
@@ -230,7 +238,7 @@ def test_tensorflow_ends_with_a_converter_that_is_killed(made: Made, tmp_path: P
 
 
 def test_the_doctor_finds_tensorflow(python: Path) -> None:
-    found = json.loads(process("doctor", "--json").published().out)
+    found = json.loads(run_command("doctor", "--json").published().out)
     assert {"name": "TensorFlow SavedModel", "possible": True, "missing": []} in found["sources"]
     (part,) = (part for part in found["installed"] if part["name"] == "TensorFlow")
     assert part["found"].endswith(f"in {python}")
