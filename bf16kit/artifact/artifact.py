@@ -184,10 +184,6 @@ class Artifact:
         name = self.manifest.golden_of(profile)
         if name is None:
             raise ArtifactError(f"{self.path}: this artifact has no golden samples")
-        return self.golden_in(name)
-
-    def golden_in(self, name: str) -> Golden:
-        """Return the golden samples in the file ``name``."""
         from safetensors import SafetensorError, deserialize
 
         path = self.file(name)

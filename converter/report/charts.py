@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 DOTS = 120  # in one chart: more are hard to tell apart, and would be most of the bytes of a page
-WIDTH = 480.0  # width of the report's pictures, in units of about a pixel; phones show it at two thirds
+WIDTH, HEIGHT = 480.0, 280.0  # of the report's pictures, in units of about a pixel; phones show them at two thirds
+_MARGINS = (58, 14, 34, 48)  # left, right, top, bottom
 # CSS variables. matplotlib draws with a colour that stands for the variable, and :func:`svg` puts the variable there.
-_NAMES = ("text", "muted", "grid", "accent", "bad", "zone", "second", "third", "target")
+_NAMES = ("text", "muted", "grid", "accent", "bad")
 COLOUR = {name: f"#0000{number:02x}" for number, name in enumerate(_NAMES, start=1)}
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -71,22 +72,10 @@ def drawing() -> Iterator[None]:
             yield
 
 
-def axes(
-    height: float, width: float = WIDTH, *, left: float = 0, right: float = 0, top: float = 0, bottom: float = 0
-) -> Axes:
-    """Return the axes of a new figure, with margins in the figure's units; call it inside :func:`drawing`."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width / 72, height / 72))  # SVG has 72 units an inch
-    area = (left / width, bottom / height, 1 - (left + right) / width, 1 - (top + bottom) / height)
-    return figure.add_axes(area)
-
-
-def svg(plane: Axes, key: str, title: str, description: str, tips: Iterable[str] = (), style: str = "") -> str:
+def svg(plane: Axes, key: str, title: str, description: str, tips: Iterable[str]) -> str:
     """Return the figure of ``plane`` as an SVG element, with ids that begin with ``key``.
 
-    ``tips`` are shown when markers are pointed at, in the order in which they were drawn. ``style`` is CSS for a file
-    of its own, which has no page around it and needs a size.
+    ``tips`` are shown when markers are pointed at, in the order in which they were drawn.
     """
     import matplotlib
 
@@ -103,12 +92,11 @@ def svg(plane: Axes, key: str, title: str, description: str, tips: Iterable[str]
     titles = (f"<title>{_escaped(tip)}</title>" for tip in tips)
     text = re.sub(r"(<use [^>]*)/>", lambda marker: f"{marker[1]}>{next(titles, '')}</use>", text)
     width, height = (round(inches * 72) for inches in figure.get_size_inches())
-    size = f' width="{width}" height="{height}"' if style else ""
     return (
-        f'<svg class="plot" role="img" aria-labelledby="{key}-title {key}-desc" viewBox="0 0 {width} {height}"{size}'
+        f'<svg class="plot" role="img" aria-labelledby="{key}-title {key}-desc" viewBox="0 0 {width} {height}"'
         f' xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">'
         f'<title id="{key}-title">{_escaped(title)}</title><desc id="{key}-desc">{_escaped(description)}</desc>'
-        f"{style}{text}"
+        f"{text}"
     )
 
 
@@ -176,8 +164,13 @@ def _layer_text(row: LayerEntry) -> str:
 
 def _plane(x_name: str, last: int, y_name: str, heights: tuple[float, float]) -> Axes:
     """Return axes from 0 to ``last``, a count."""
-    plane, right = axes(280, left=58, right=14, top=34, bottom=48), max(1, last)
-    plane.set(xlim=(-0.02 * right, right), ylim=heights, xlabel=x_name, title=y_name)
+    from matplotlib.figure import Figure
+
+    left, right, top, bottom = _MARGINS
+    figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72))  # SVG has 72 units an inch
+    area = (left / WIDTH, bottom / HEIGHT, 1 - (left + right) / WIDTH, 1 - (top + bottom) / HEIGHT)
+    plane, end = figure.add_axes(area), max(1, last)
+    plane.set(xlim=(-0.02 * end, end), ylim=heights, xlabel=x_name, title=y_name)
     plane.locator_params(axis="x", integer=True)
     plane.xaxis.set_major_formatter("{x:.0f}")
     plane.yaxis.set_major_formatter("{x:.3g}")

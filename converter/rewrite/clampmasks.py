@@ -42,12 +42,13 @@ def _overflows(tensor: ir.TensorProtocol) -> bool:
     return bool(np.any(np.isfinite(magnitude) & (magnitude >= np.float32(OVERFLOW))))
 
 
-def is_weight(value: ir.Value, readers: Collection[str] = WEIGHTED) -> bool:
-    """Whether one of ``readers``, operators that take weights, reads ``value``, directly or after it was moved or cut.
+def is_weight(value: ir.Value) -> bool:
+    """Whether an operator that takes weights reads ``value``, directly or after it was moved or cut.
 
     A table that Gather reads is a weight. A Gather after another movement does not count: it more likely looks up a
     mask by position.
     """
+    readers: Collection[str] = WEIGHTED
     reached, waiting = {value}, [value]
     for each in waiting:  # which grows
         uses = [(use.node, use.idx) for use in each.uses()]
