@@ -50,6 +50,7 @@ class Convolution:
 
     node: ir.Node
     weight: ir.Value
+    groups: int
     depthwise: bool
     pad: ir.Node | None
 
@@ -59,11 +60,16 @@ class Convolution:
 
     @property
     def channels(self) -> int:
-        return const_dims(self.weight)[0 if self.depthwise else 1]
+        return const_dims(self.weight)[1] * self.groups
 
     @property
     def n(self) -> int:
         return const_dims(self.weight)[0]
+
+    @property
+    def k(self) -> int:
+        """The number of terms of a sum."""
+        return math.prod(self.kernel_shape) * self.channels // self.groups
 
     @property
     def kernel_shape(self) -> list[int]:
@@ -86,8 +92,8 @@ class Convolution:
 def convolution(node: ir.Node, narrow: Collection[str]) -> Convolution | None:
     """Return the convolution that ``node`` computes, if the kernel can; ``narrow`` names what is stored in bf16.
 
-    Left out are groups other than single channels, padding that depends on an unknown size, three dimensions,
-    weights that other nodes read too, and single pixels, which are products. Requires: types and shapes are known.
+    Left out are padding that depends on an unknown size, three dimensions, weights that other nodes read too, and
+    single pixels, which are products. Requires: types and shapes are known.
     """
     if node.op_type != "Conv" or node.domain != "" or product(node, narrow) is not None:
         return None
@@ -100,10 +106,9 @@ def convolution(node: ir.Node, narrow: Collection[str]) -> Convolution | None:
     if not fits or min(_pads(node) or [-1]) < 0 or (bias is not None and not takes_bias(bias, shape[0])):
         return None
     depthwise = group == shape[0] >= _FEWEST_CHANNELS and shape[1] == 1
-    dense = group == 1
     before = x.producer()
     pad = before if before is not None and only_reader(x) is node and zeros_added(before) is not None else None
-    return Convolution(node, weight, depthwise, pad) if dense or depthwise else None
+    return Convolution(node, weight, group, depthwise, pad)
 
 
 def _pads(node: ir.Node) -> list[int] | None:
@@ -161,8 +166,8 @@ def convolve(fusing: Fusing, node: ir.Node) -> Fusion | None:
     rank, image, last = len(found.kernel_shape), result.shape, None if found.x is None else found.x.shape
     sizes["inward"], sizes["outward"] = [0, *range(2, rank + 2), 1], [0, rank + 1, *range(1, rank + 1)]
     if not found.depthwise:
-        sizes |= panel_shapes(math.prod(found.kernel_shape) * found.channels, found.n)
-        sizes |= {"window": [found.n, *found.kernel_shape, found.channels]}
+        sizes |= {"group": found.groups, "window": [found.n, *found.kernel_shape, found.channels // found.groups]}
+        sizes |= panel_shapes(found.k, found.n)
     function = _function(found, activated, sizes, fusing.opset, rounds=node.name in fusing.rounding)
     x = _transposed(fusing, found.x, node, sizes["inward"], last)
     made = fusing.operator(function, [x, found.weight, bias], sizes, node, node.name)
@@ -210,7 +215,7 @@ def _function(
     if found.depthwise:
         body, group = "C = Cast <to = 1> (W) ", ", group: int = @channels"
     else:
-        body, group = MATRICES[form].format(s=""), ""
+        body, group = MATRICES[form].format(s=""), ", group: int = @group"
         steps = "Transpose <perm = [1, 0]> (#)", "Reshape (#, window)", "Transpose <perm: ints = @outward> (#)"
         body += chain("M", "C", *steps, "Cast <to = 1> (#)")
     body += chain("X", "I", *(ROUNDED if rounds else ()), "Transpose <perm: ints = @outward> (#)")

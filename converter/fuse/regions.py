@@ -14,10 +14,9 @@ import onnx_ir as ir
 from bf16kit.converter.fuse.bottleneck import bottlenecks
 from bf16kit.converter.fuse.convolve import Convolution, convolution
 from bf16kit.converter.fuse.functions import Fusing
-from bf16kit.converter.graph.initializers import const_dims
 
-# The smallest dense convolution that is faster than ONNX Runtime's: a tile has 32 columns, and sums as short as in a
-# model's first layers take less time than what surrounds them.
+# The smallest convolution, or group of one, that is faster than ONNX Runtime's: a tile has 32 columns, and sums as
+# short as in a model's first layers take less time than what surrounds them.
 _LEAST_K, _LEAST_N = 32, 32
 # Operators, most of them elementwise, through which ONNX Runtime moves a Transpose (held by a test).
 _TRANSPARENT = frozenset({"Add", "Clip", "Div", "HardSigmoid", "HardSwish", "LeakyRelu", "Mul", "Pad", "Relu"})
@@ -53,7 +52,7 @@ def worthwhile(fusing: Fusing) -> list[Convolution]:
 
 def _pays(found: Convolution) -> bool:
     """Whether the kernel computes the convolution faster than ONNX Runtime, with channels last on both sides."""
-    return found.depthwise or (found.n >= _LEAST_N and math.prod(const_dims(found.weight)[1:]) >= _LEAST_K)
+    return found.depthwise or (found.n >= _LEAST_N * found.groups and found.k >= _LEAST_K)
 
 
 def _region(start: ir.Node, convolutions: Collection[ir.Node]) -> set[ir.Node]:
@@ -112,4 +111,4 @@ def _elements(value: ir.Value) -> int:
 
 
 def _multiplications(found: Convolution) -> int:
-    return _elements(found.node.outputs[0]) * math.prod(const_dims(found.weight)[1:])
+    return _elements(found.node.outputs[0]) * found.k

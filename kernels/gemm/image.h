@@ -12,12 +12,13 @@ namespace bf16kit {
 struct Path;
 
 // An image, and the windows of it that a convolution multiplies: each pixel of the output has one. A pair is down and across.
-// A dense convolution is a Product with an image, whose rows are the windows, [kernel[0], kernel[1], channels] each.
+// A dense convolution is a Product with an image, whose rows are the windows, [kernel[0], kernel[1], channels ÷ groups] each.
 struct Image {
   int64_t height, width, channels;
   int64_t out_height, out_width;
   int64_t kernel[2], stride[2], dilation[2];
   int64_t pad[2];  // before the first row and column; what a window has outside of the image is zero
+  int64_t groups = 1;  // of a dense convolution: as many columns of each read its channels alone
 };
 
 // A convolution of each channel by itself: with the taps t of a pixel's window in order, leaving out those that are outside of

@@ -18,18 +18,18 @@ struct PackedRows {
   void* data = nullptr;
   int64_t size = 0;  // bytes
   uint64_t product = 0;  // the product whose rows it holds, and which rows
-  int64_t first_row = 0, rows = 0;
+  int64_t first_row = 0, rows = 0, group = 0;
 
   PackedRows() = default;
   PackedRows(const PackedRows&) = delete;
   ~PackedRows() { std::free(data); }
 
-  bool holds(const Product& wanted, const Part& part) const {
-    return product == wanted.id && first_row == part.first_row && rows == part.rows;
+  bool holds(const Product& wanted, const Part& part, int64_t of) const {
+    return product == wanted.id && first_row == part.first_row && rows == part.rows && group == of;
   }
 
-  // Returns room for the rows of `part`, and marks the buffer as holding them. Returns null if there is no memory.
-  void* get(int64_t wanted, const Product& whose, const Part& part) {
+  // Returns room for the rows of `part` and a group, and marks the buffer as holding them. Returns null if there is no memory.
+  void* get(int64_t wanted, const Product& whose, const Part& part, int64_t of) {
     if (scratch_misfits(size, wanted)) {
       std::free(data);
       size = 0;
@@ -39,18 +39,21 @@ struct PackedRows {
     product = data == nullptr ? 0 : whose.id;
     first_row = part.first_row;
     rows = part.rows;
+    group = of;
     return data;
   }
 };
 
-// Adds the bias and applies the activation, from totals[rows, 32] to y[rows, width], whose stride is n.
+// Adds the bias and applies the activation, from totals[rows, 32] to y[rows, width], whose stride is n. Columns before `from` stay:
+// they are another group's.
 template <typename T, Activation kActivation>
-void finish(const Product& product, const float* totals, int64_t rows, int64_t column, int64_t width, float* y) {
+void finish(const Product& product, const float* totals, int64_t rows, int64_t column, int64_t from, int64_t width,
+            float* y) {
   constexpr int kPair = 2 * Simd::kLanes;
   alignas(64) float bias[kPanel] = {}, row[kPanel];
   if (product.bias != nullptr) std::memcpy(bias, product.bias + column, sizeof(float) * width);
   for (int64_t m = 0; m < rows; ++m, totals += kPanel, y += product.weight.n) {
-    float* to = width == kPanel ? y : row;
+    float* to = from == 0 && width == kPanel ? y : row;
     const auto put = [&](int at, typename Simd::reg sum) __attribute__((always_inline)) {
       if (product.bias != nullptr) sum = Simd::add(sum, Simd::load(bias + at));
       Simd::store(to + at, activate<kActivation>(sum));
@@ -65,11 +68,11 @@ void finish(const Product& product, const float* totals, int64_t rows, int64_t c
         put(at + Simd::kLanes, high);
       }
     }
-    if (width != kPanel) copy_few(row, width, y);
+    if (to == row) copy_few(row + from, width - from, y + from);
   }
 }
 
-using Finish = void (*)(const Product&, const float*, int64_t, int64_t, int64_t, float*);
+using Finish = void (*)(const Product&, const float*, int64_t, int64_t, int64_t, int64_t, float*);
 
 // The rows of x that a part needs: in place, or copied to [chains, rows, kStride]. Those of an image are copied.
 template <Arithmetic kArithmetic>
@@ -89,8 +92,8 @@ struct Rows {
     return kArithmetic == Arithmetic::kFp32 && (part.rows == 1 || k % 1024 != 0);
   }
 
-  // Copies the rows if necessary. Returns false if there is no memory.
-  bool gather(const Product& product, const Part& part, PackedRows& packed) {
+  // Copies the rows, of an image those of a group, if necessary. Returns false if there is no memory.
+  bool gather(const Product& product, const Part& part, int64_t group, PackedRows& packed) {
     const int64_t k = product.weight.k;
     const float* x = product.x + part.first_row * k;
     if constexpr (kArithmetic == Arithmetic::kFp32) {
@@ -99,10 +102,10 @@ struct Rows {
     stride = kStride;
     chain = part.rows * kStride;
     start = static_cast<const Element*>(packed.data);
-    if (packed.holds(product, part)) return true;
+    if (packed.holds(product, part, group)) return true;
     const int64_t chains = (k + kChain - 1) / kChain;
     const int64_t window = product.image == nullptr ? 0 : k * static_cast<int64_t>(sizeof(float));
-    auto* to = static_cast<Element*>(packed.get(chains * chain * sizeof(Element) + window, product, part));
+    auto* to = static_cast<Element*>(packed.get(chains * chain * sizeof(Element) + window, product, part, group));
     start = to;
     if (to == nullptr) return false;
     // Row by row, in the order of memory. Chain by chain would read pieces of 512 bytes, which no prefetcher follows.
@@ -110,7 +113,7 @@ struct Rows {
       const float* row = x + m * k;
       if (product.image != nullptr) {
         auto* copied = reinterpret_cast<float*>(to + chains * chain);
-        copy_window(*product.image, product.x, part.first_row + m, copied);
+        copy_window(*product.image, product.x, part.first_row + m, group, copied);
         row = copied;
       }
       for (int64_t first = 0; first < k; first += kChain) {
@@ -130,10 +133,10 @@ inline void expect(float* y, int64_t rows, int64_t n, int64_t width) {
   }
 }
 
-// Computes all chains of `panels` neighbouring panels: one, or two if all rows fit into one tile.
+// Computes all chains of the columns from `first_column` to `end` of one panel, or of two panels if all rows fit into one tile.
 template <Arithmetic kArithmetic>
-void compute_panels(const Product& product, const Part& part, const Rows<kArithmetic>& x, int64_t panel, int panels,
-                    Finish finish) {
+void compute_columns(const Product& product, const Part& part, const Rows<kArithmetic>& x, int64_t first_column,
+                     int64_t end, Finish finish) {
   using T = Tiles<kArithmetic>;
   alignas(64) float totals[kTallBlock * kPanel];
   alignas(64) uint16_t scratch[kChain * kPanel];
@@ -142,27 +145,29 @@ void compute_panels(const Product& product, const Part& part, const Rows<kArithm
   constexpr int kBlockBytes = kChain * kPanel * sizeof(uint16_t);
   // Each tile prefetches its share of the next block, so that memory is read while the tiles compute.
   const int share = kBlockBytes / tiles;
-  const int64_t column = panel * kPanel, width = weight.width(panel);
+  // A tile begins at the panel, or in its middle where tiles of half a panel exist.
+  constexpr int64_t kUnit = T::kHalves ? Simd::kLanes : kPanel;
+  const int64_t panel = first_column / kPanel, column = first_column / kUnit * kUnit, width = end - column;
   float* y = product.y + part.first_row * weight.n + column;
   for (int64_t first = 0; first < weight.k; first += kChain) {
     const int length = static_cast<int>(weight.k - first < kChain ? weight.k - first : kChain);
-    const Block now = {block(weight, panel, first, length, scratch), kPanel, weight.k * kPanel, length, first == 0};
+    const uint16_t* const w = block(weight, panel, first, length, scratch);
+    const Block now = {w + column % kPanel, kPanel, weight.k * kPanel, length, first == 0};
     // A block that was copied to scratch has already prefetched what follows it. Its tiles prefetch the block itself, which
     // costs nothing.
-    const bool stored = now.w != scratch;
-    const char* next = reinterpret_cast<const char*>(stored ? now.w + length * kPanel : now.w);
+    const bool stored = w != scratch;
+    const char* next = reinterpret_cast<const char*>(stored ? w + length * kPanel : w);
     const auto* a = x.start + first / kChain * x.chain;
     for (int t = 0; t < tiles; ++t) {
-      const int64_t begin = part.rows * t / tiles, end = part.rows * (t + 1) / tiles;
-      if (first == 0) expect(y + begin * weight.n, end - begin, weight.n, width);
+      const int64_t begin = part.rows * t / tiles, stop = part.rows * (t + 1) / tiles;
+      if (first == 0) expect(y + begin * weight.n, stop - begin, weight.n, std::min(width, kPanel));
       const Ahead ahead = {next + (stored ? t * share : 0), stored ? share / static_cast<int>(kChain) : 0};
-      const int64_t columns = panels > 1 ? panels * kPanel : width;
-      T::add(static_cast<int>(end - begin), columns, a + begin * x.stride, x.stride, now, totals + begin * kPanel, ahead);
+      T::add(static_cast<int>(stop - begin), width, a + begin * x.stride, x.stride, now, totals + begin * kPanel, ahead);
       // Out-of-order execution may overlap this with the next tile's sums.
       if (first + kChain < weight.k) continue;
-      for (int q = 0; q < panels; ++q) {
-        finish(product, totals + (q * part.rows + begin) * kPanel, end - begin, column + q * kPanel,
-               weight.width(panel + q), y + begin * weight.n + q * kPanel);
+      for (int64_t at = 0; at < width; at += kPanel) {
+        finish(product, totals + (at / kPanel * part.rows + begin) * kPanel, stop - begin, column + at, first_column - column,
+               std::min(width - at, kPanel), y + begin * weight.n + at);
       }
     }
   }
@@ -173,15 +178,20 @@ template <Arithmetic kArithmetic>
 __attribute__((noinline)) bool compute_part(const Product& product, const Part& part) {
   static thread_local PackedRows packed;
   Rows<kArithmetic> x;
-  if (!x.gather(product, part, packed)) return false;
   const Weight& weight = product.weight;
   const Finish finish_rows = with_constant(
       product.activation, [](auto activation) -> Finish { return finish<Tiles<kArithmetic>, activation.value>; });
-  const int64_t end = part.first_panel + part.panels;
-  const bool few = part.rows <= Tiles<kArithmetic>::kTwoPanelRows && weight.layout == Layout::kPanels;
+  const int64_t end = part.first_panel + part.panels, groups = product.image == nullptr ? 1 : product.image->groups;
+  const bool few = groups == 1 && part.rows <= Tiles<kArithmetic>::kTwoPanelRows && weight.layout == Layout::kPanels;
   for (int64_t panel = part.first_panel; panel < end;) {
     const int panels = few && panel + 1 < end && weight.width(panel + 1) == kPanel ? 2 : 1;
-    compute_panels<kArithmetic>(product, part, x, panel, panels, finish_rows);
+    const int64_t stop = (panel + panels - 1) * kPanel + weight.width(panel + panels - 1);
+    for (int64_t column = panel * kPanel; column < stop;) {
+      const int64_t group = column * groups / weight.n, last = std::min(stop, (group + 1) * weight.n / groups);
+      if (!x.gather(product, part, group, packed)) return false;
+      compute_columns<kArithmetic>(product, part, x, column, last, finish_rows);
+      column = last;
+    }
     panel += panels;
   }
   return true;

@@ -103,6 +103,20 @@ Status* read_windows(const Api* api, const KernelInfo* info, const char* suffix,
   return nullptr;
 }
 
+// Reads how many groups of channels a convolution has. A node that does not say it, as in older artifacts, has one.
+Status* read_groups(const Api* api, const KernelInfo* info, const char* name, Layer& layer) {
+  const int64_t channels = layer.image.channels, n = layer.weight.n;
+  int64_t groups = 1;
+  Status* status = call<Status*>(api, kKernelInfoGetAttributeInt64, info, name, &groups);
+  if (status != nullptr) call<void>(api, kReleaseStatus, status);
+  if (groups < 1 || channels % groups != 0 || n % groups != 0) {
+    return error(api, kInvalidGraph, "attribute %s is %lld; it must divide channels = %lld and n = %lld", name,
+                 static_cast<long long>(groups), static_cast<long long>(channels), static_cast<long long>(n));
+  }
+  layer.image.groups = groups;
+  return nullptr;
+}
+
 Status* read_taps(const Api* api, Layer& layer) {
   const int64_t channels = layer.image.channels, taps = layer.weight.k;
   if (channels != layer.weight.n || channels < kFewestChannels) {
@@ -134,10 +148,11 @@ Status* read_layer(const Api* api, const KernelInfo* info, const char* suffix, s
   BF16KIT_RETURN_IF_ERROR(read_size(api, info, Name("channels", suffix).text, layer.image.channels));
   BF16KIT_RETURN_IF_ERROR(read_size(api, info, Name("n", suffix).text, layer.weight.n));
   BF16KIT_RETURN_IF_ERROR(read_windows(api, info, suffix, layer));
+  if (!layer.depthwise) BF16KIT_RETURN_IF_ERROR(read_groups(api, info, Name("group", suffix).text, layer));
   // Each factor is at most INT32_MAX, so no product of two of them overflows.
   const int64_t taps = layer.image.kernel[0] * layer.image.kernel[1];
   layer.weight.k = taps;
-  if (!layer.depthwise && __builtin_mul_overflow(taps, layer.image.channels, &layer.weight.k)) {
+  if (!layer.depthwise && __builtin_mul_overflow(taps, layer.image.channels / layer.image.groups, &layer.weight.k)) {
     return error(api, kInvalidGraph, "a window of %lld pixels is too large", static_cast<long long>(taps));
   }
   int64_t elements = 0;
@@ -237,7 +252,7 @@ Status* run(void* created, KernelContext* context) noexcept {
     convolve(depthwise(0, x, y), *node.pixels, run_parts, &threads);
   } else {
     Product windows = product(0, node.op->activation, x, y);
-    if (!of_pixels(node.layers[0])) windows.image = images;
+    if (!of_pixels(node.layers[0]) || images[0].groups > 1) windows.image = images;
     done = multiply(&windows, 1, *node.path, run_parts, &threads);
   }
   if (threads.status != nullptr) return threads.status;

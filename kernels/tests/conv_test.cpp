@@ -1,5 +1,5 @@
-// Compares convolutions with the products of their windows, bit for bit, and with float64, and blocks with their operations, in
-// random cases, on every path that the processor supports.
+// Compares convolutions with the products of their windows, bit for bit, and with float64, groups with convolutions of each, and
+// blocks with their operations, in random cases, on every path that the processor supports.
 //
 //   conv_test [--cases 10000] [--seed 1] [--only INDEX]
 //
@@ -43,6 +43,42 @@ void check_dense(Random& random, const std::string& name) {
     if (path == paths[0]) digest(y);
     check_close(y, expected, c.n, where);
     check_same(compute(c, *path, 0, c.rows), y, 0, c.n, where, "as a convolution");
+  }
+}
+
+// Groups of channels, bit for bit against a convolution of each group by itself.
+void check_groups(Random& random, const std::string& name) {
+  Convolution all = draw_convolution(random);
+  Case& whole = all.windows;
+  const int64_t groups = random.between(2, 5), channels = random.between(1, random.one_of<int64_t>({8, 40, 70}));
+  const int64_t n = random.one_of<int64_t>({random.between(1, 80), 16, 32, 48}), pixels = all.image.height * all.image.width;
+  Image& image = all.image;
+  image.groups = groups, image.channels = groups * channels;
+  all.x = draw(random, all.batch * pixels * image.channels);
+  whole.k = image.kernel[0] * image.kernel[1] * channels, whole.n = groups * n;
+  whole.w.resize(whole.k * whole.n);
+  for (uint16_t& value : whole.w) value = narrow(random.normal());
+  whole.bias = draw(random, whole.n);
+  store_weight(whole, random.between(0, 31));
+  for (const Path* path : supported_paths(whole.arithmetic)) {
+    const std::string where = name + " groups=" + std::to_string(groups) + " path=" + path->name + " " +
+                              describe(image, all.batch) + whole.describe();
+    const Exact<float> y = convolved(all, *path, random);
+    for (int64_t g = 0; g < groups; ++g) {
+      Convolution one;
+      one.image = image, one.image.groups = 1, one.image.channels = channels, one.batch = all.batch;
+      one.x = Exact<float>(all.batch * pixels * channels, 0);
+      for (int64_t i = 0; i < one.x.size(); ++i) one.x[i] = all.x[i / channels * image.channels + g * channels + i % channels];
+      Case& c = one.windows;
+      c.rows = whole.rows, c.k = whole.k, c.n = n, c.activation = whole.activation, c.arithmetic = whole.arithmetic;
+      for (int64_t i = 0; i < c.k * n; ++i) c.w.push_back(whole.w[i / n * whole.n + g * n + i % n]);
+      c.bias = Exact<float>(n, 0);
+      for (int64_t i = 0; i < n; ++i) c.bias[i] = whole.bias[g * n + i];
+      store_weight(c, 0);
+      Exact<float> columns(c.rows * n, 0);
+      for (int64_t i = 0; i < columns.size(); ++i) columns[i] = y[i / n * whole.n + g * n + i % n];
+      check_same(convolved(one, *path, random), columns, 0, n, where, "in groups");
+    }
   }
 }
 
@@ -137,7 +173,8 @@ void check_block(Random& random, const std::string& name) {
 int run(int64_t cases, int64_t only) {
   return run_cases(cases, only, " of convolution", "", [](int64_t i) {
     Random random(g_seed, i);
-    (i % 4 == 0 ? check_block : i % 3 == 0 ? check_depthwise : check_dense)(random, "--only " + std::to_string(i));
+    const auto check = i % 4 == 0 ? check_block : i % 3 == 0 ? check_depthwise : i % 5 == 0 ? check_groups : check_dense;
+    check(random, "--only " + std::to_string(i));
   });
 }
 

@@ -37,6 +37,7 @@ def image(*shape: int) -> Array:
     return np.random.default_rng(0).standard_normal(shape, np.float32)
 
 
+GROUPS = conv(elements=C * 6 * N // 2, group=2)
 DEPTHWISE = conv("ConvDepthwise_silu", elements=C * 6, bias=C, n=C)
 HIDDEN = 96
 PIXELS = {"kernel_shape": [1, 1], "strides": [1, 1], "dilations": [1, 1], "pads": [0, 0, 0, 0]}
@@ -61,8 +62,8 @@ def block(op: str = "ConvBlockBf16_panels_panels_tail_silu", **attributes: Any) 
 
 @pytest.mark.parametrize(
     "made",
-    [conv(), conv("Conv_panels_tail_relu6"), DEPTHWISE, block(), block("ConvBlock_panels_panels_tail_relu")],
-    ids=["bf16", "fp32", "depthwise", "block", "fp32 block"],
+    [conv(), conv("Conv_panels_tail_relu6"), GROUPS, DEPTHWISE, block(), block("ConvBlock_panels_panels_tail_relu")],
+    ids=["bf16", "fp32", "groups", "depthwise", "block", "fp32 block"],
 )
 def test_threads_paths_and_neighbours_change_no_bit(made: ModelProto, monkeypatch: pytest.MonkeyPatch) -> None:
     x = image(3, 40, 50, C)
@@ -97,6 +98,10 @@ def test_empty_and_smallest_images_run(shape: tuple[int, ...]) -> None:
         (conv(elements=C * 6 * N - 1), (1, 8, 8, C), "has 4799 elements"),
         (conv("ConvDepthwise", elements=N * 6), (1, 8, 8, C), "they must be equal"),
         (conv("ConvDepthwise", elements=15 * 6, bias=15, channels=15, n=15), (1, 8, 8, 15), "at least 16"),
+        (conv(group=3), (1, 8, 8, C), "attribute group is 3; it must divide channels = 20 and n = 40"),
+        (conv(group=0), (1, 8, 8, C), "attribute group is 0"),
+        (conv(group=2), (1, 8, 8, C), "has 4800 elements; k = 60 and n = 40 need 2400"),
+        (block(group3=2), (1, 8, 8, C), "has 3840 elements; k = 48 and n = 40 need 1920"),
         (conv(bias=N + 1), (1, 8, 8, C), "dimension 0 of the bias is 41; it must be 40"),
         (conv(), (1, 8, 8, C + 1), "20 channels"),
         (conv(), (8, 8, C), "it must have 4"),
