@@ -14,6 +14,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from bf16kit.converter.fuse import upsample
 from bf16kit.converter.fuse.activations import FUNCTIONS, Activation, activation
 from bf16kit.converter.fuse.functions import (
     ROUNDED,
@@ -35,10 +36,13 @@ from bf16kit.converter.graph.initializers import (
     known_shape,
     only_reader,
 )
+from bf16kit.numerics.panels import WIDTH
 
 # The kernel's; kernels/ort/conv_op.cpp. Other activations stay nodes.
+OPERATORS = frozenset({"Conv", "ConvTranspose"})
 ACTIVATIONS: tuple[Activation, ...] = ("none", "relu", "silu", "relu6")
 _FEWEST_CHANNELS = 16  # of a depthwise convolution
+_MOST_CELLS = 1.6  # for each pixel of an image that is upsampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,11 @@ class Convolution:
     @property
     def x(self) -> ir.Value | None:
         return (self.pad or self.node).inputs[0]
+
+    @property
+    def panelled(self) -> bool:
+        """Whether the weight is stored in panels."""
+        return not (self.depthwise or isinstance(self, Upsampling))
 
     @property
     def channels(self) -> int:
@@ -89,13 +98,41 @@ class Convolution:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Upsampling(Convolution):
+    """A ConvTranspose by ``weight``, [channels, …], as the dense convolution that computes a ``cell`` for each pixel.
+
+    ``cut`` is what is then cut off, as pads (:mod:`bf16kit.converter.fuse.upsample`).
+    """
+
+    cell: tuple[int, ...]
+    cut: tuple[int, ...]
+
+    @property
+    def channels(self) -> int:
+        return const_dims(self.weight)[0]
+
+    @property
+    def n(self) -> int:
+        return math.prod(self.cell) * const_dims(self.weight)[1]
+
+    @property
+    def kernel_shape(self) -> list[int]:
+        return [size // each for size, each in zip(const_dims(self.weight)[2:], self.cell, strict=True)]
+
+    def windows(self) -> dict[str, list[int]]:
+        ones = [1] * len(self.cell)
+        pads = [size - 1 for size in self.kernel_shape]
+        return {"kernel_shape": self.kernel_shape, "strides": ones, "dilations": ones, "pads": pads * 2}
+
+
 def convolution(node: ir.Node, narrow: Collection[str]) -> Convolution | None:
     """Return the convolution that ``node`` computes, if the kernel can; ``narrow`` names what is stored in bf16.
 
     Left out are padding that depends on an unknown size, three dimensions, weights that other nodes read too, and
     single pixels, which are products. Requires: types and shapes are known.
     """
-    if node.op_type != "Conv" or node.domain != "" or product(node, narrow) is not None:
+    if node.op_type not in OPERATORS or node.domain != "" or product(node, narrow) is not None:
         return None
     x, weight = node.inputs[:2]
     if x is None or x.dtype != ir.DataType.FLOAT or weight is None or weight.name not in narrow or x.is_initializer():
@@ -103,12 +140,35 @@ def convolution(node: ir.Node, narrow: Collection[str]) -> Convolution | None:
     shape, given = const_dims(weight), node.attributes
     group, bias = given.get_int("group", 1), node.inputs[2] if len(node.inputs) > 2 else None
     fits = len(shape) in (3, 4) and 0 not in shape and len(weight.uses()) == 1 and not weight.is_graph_output()
+    if fits and node.op_type == "ConvTranspose":
+        return _upsampling(node, weight) if bias is None or takes_bias(bias, shape[1]) else None
     if not fits or min(_pads(node) or [-1]) < 0 or (bias is not None and not takes_bias(bias, shape[0])):
         return None
     depthwise = group == shape[0] >= _FEWEST_CHANNELS and shape[1] == 1
     before = x.producer()
     pad = before if before is not None and only_reader(x) is node and zeros_added(before) is not None else None
     return Convolution(node, weight, group, depthwise, pad)
+
+
+def _upsampling(node: ir.Node, weight: ir.Value) -> Upsampling | None:
+    """Return the ConvTranspose ``node``, if its window is a multiple of its stride, and its columns fill panels.
+
+    The width of an image must be known, because the cells of a line are put side by side by a Reshape. Left out are
+    images so small that most cells would be at their borders.
+    """
+    given, window, x = node.attributes, const_dims(weight)[2:], known_shape(node.inputs[0])
+    ones, zeros = [1] * len(window), [0] * len(window)
+    cell = tuple(given.get_ints("strides", ones))
+    pads, more = given.get_ints("pads", zeros * 2), given.get_ints("output_padding", zeros)
+    cut = (*pads[: len(window)], *(a - b for a, b in zip(pads[len(window) :], more, strict=True)))
+    plain = given.get_string("auto_pad", "NOTSET") == "NOTSET" and "output_shape" not in given
+    dense = given.get_int("group", 1) == max(given.get_ints("dilations", ones)) == 1
+    known = len(window) == 1 or (x is not None and isinstance(x[-1], int))
+    fits = not any(size % each for size, each in zip(window, cell, strict=True)) and min(cut) >= 0
+    found = Upsampling(node, weight, 1, False, None, cell, cut)
+    sizes = [(i, k) for i, k in zip(() if x is None else x[2:], found.kernel_shape, strict=False) if isinstance(i, int)]
+    small = math.prod(i + k - 1 for i, k in sizes) > _MOST_CELLS * math.prod(i for i, _ in sizes)
+    return found if plain and dense and known and fits and not small and found.n % WIDTH == 0 else None
 
 
 def _pads(node: ir.Node) -> list[int] | None:
@@ -155,13 +215,16 @@ def convolve(fusing: Fusing, node: ir.Node) -> Fusion | None:
     The kernel's node keeps the Conv's name. Its activation is computed by the kernel too, if it has it.
     """
     found = convolution(node, fusing.narrow) if node.name in fusing.images else None
-    if found is None or not (found.depthwise or found.weight.name in fusing.panels):
+    if found is None or (found.panelled and found.weight.name not in fusing.panels):
         return None
     name, activated, after = node.outputs[0], *activation(node.outputs[0])
     if activated not in ACTIVATIONS:
         activated, after = "none", ()
     result = after[-1].outputs[0] if after else name
-    bias = node.inputs[2] if len(node.inputs) > 2 else _zeros(fusing, found)
+    weight, bias = found.weight, node.inputs[2] if len(node.inputs) > 2 else _zeros(fusing, found)
+    if isinstance(found, Upsampling):
+        weight = upsample.panels(fusing, node, found.cell)
+        bias = upsample.bias(fusing, node, found.cell) if len(node.inputs) > 2 else bias
     sizes: dict[str, Any] = {"channels": found.channels, "n": found.n, **found.windows()}
     rank, image, last = len(found.kernel_shape), result.shape, None if found.x is None else found.x.shape
     sizes["inward"], sizes["outward"] = [0, *range(2, rank + 2), 1], [0, rank + 1, *range(1, rank + 1)]
@@ -170,10 +233,14 @@ def convolve(fusing: Fusing, node: ir.Node) -> Fusion | None:
         sizes |= panel_shapes(found.k, found.n)
     function = _function(found, activated, sizes, fusing.opset, rounds=node.name in fusing.rounding)
     x = _transposed(fusing, found.x, node, sizes["inward"], last)
-    made = fusing.operator(function, [x, found.weight, bias], sizes, node, node.name)
+    made = fusing.operator(function, [x, weight, bias], sizes, node, node.name)
     made.outputs[0].name, made.outputs[0].type = fusing.fresh(f"{node.name}/image"), result.type
-    made.outputs[0].shape = None if image is None else ir.Shape([image[axis] for axis in sizes["inward"]])
-    y = _transposed(fusing, made.outputs[0], node, sizes["outward"], made.outputs[0].shape)
+    shape = None if image is None else ir.Shape([image[axis] for axis in sizes["inward"]])
+    y = made.outputs[0]
+    if isinstance(found, Upsampling):
+        y = upsample.put_together(fusing, node, y, found.cell, found.cut)
+    y.shape = shape
+    y = _transposed(fusing, y, node, sizes["outward"], shape)
     kind: Kind = "depthwise" if found.depthwise else "convolution"
     nodes = [each for each in (found.pad, node, *after) if each is not None]
     return fusing.replace(kind, node, nodes, made, {result: y})

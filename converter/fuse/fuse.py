@@ -91,7 +91,7 @@ def fuse(
             fusing.images = frozenset(each.node.name or "" for each in images)
             fusing.blocks = [tuple(each.node.name or "" for each in three) for three in bottlenecks(images)]
             if panels is None:
-                kernels = {each.weight.name or "": 0 for each in images if not each.depthwise}
+                kernels = {each.weight.name or "": 0 for each in images if each.panelled}
                 fusing.panels = panelled_weights(fusing) | kernels
             made = tuple(_carry_out(fusing))
         except Exception as error:  # a bug must not cost the conversion; the graph may be half rewritten

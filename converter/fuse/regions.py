@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 import onnx_ir as ir
 
 from bf16kit.converter.fuse.bottleneck import bottlenecks
-from bf16kit.converter.fuse.convolve import Convolution, convolution
+from bf16kit.converter.fuse.convolve import OPERATORS, Convolution, convolution
 from bf16kit.converter.fuse.functions import Fusing
 
 # The smallest convolution, or group of one, that is faster than ONNX Runtime's: a tile has 32 columns, and sums as
@@ -88,7 +88,7 @@ def _transparent(node: ir.Node) -> bool:
 def _images(node: ir.Node) -> Iterator[ir.Value]:
     """Yield the images that ``node`` reads and gives: computed values of the result's rank, constants left out."""
     rank = len(node.outputs[0].shape or ())
-    for value in (*node.inputs[: 1 if node.op_type == "Conv" else None], *node.outputs):
+    for value in (*node.inputs[: 1 if node.op_type in OPERATORS else None], *node.outputs):
         if value is not None and not value.is_initializer() and len(value.shape or ()) == rank:
             yield value
 

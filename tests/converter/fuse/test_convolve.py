@@ -20,14 +20,17 @@ C, ROUNDING = 64, "cpu-bf16"
 Made = tuple[list[NodeProto], list[TensorProto]]
 
 
-def conv(made: Made, x: str, y: str, shape: tuple[int, ...], *, bias: bool = True, **attributes: Any) -> None:
+def conv(
+    made: Made, x: str, y: str, shape: tuple[int, ...], *, bias: bool = True, op: str = "Conv", **attributes: Any
+) -> None:
     """Add y = Conv(x) by a weight of ``shape``, small enough that the values keep their magnitude."""
     nodes, weights = made
     name, place = f"w_{y}", len(nodes)
     weights.append(graphs.initializer(name, graphs.values(*shape, seed=place, scale=np.prod(shape[1:]) ** -0.5)))
     if bias:
-        weights.append(graphs.initializer(f"b_{y}", graphs.values(shape[0], seed=place + 99)))
-    nodes.append(helper.make_node("Conv", [x, name, *([f"b_{y}"] if bias else [])], [y], name=y, **attributes))
+        n = shape[1] if op == "ConvTranspose" else shape[0]
+        weights.append(graphs.initializer(f"b_{y}", graphs.values(n, seed=place + 99)))
+    nodes.append(helper.make_node(op, [x, name, *([f"b_{y}"] if bias else [])], [y], name=y, **attributes))
 
 
 def node(made: Made, op: str, x: str, y: str, **attributes: Any) -> None:
@@ -250,6 +253,101 @@ def test_few_channels_around_a_depthwise_convolution_that_is_not_the_kernels_sta
     conv(made, "d1", "y", (48, 24, 1, 1))
     lowered = lower(tmp_path / "m" / "1", model(made, ("batch", 192, "height", "width")), profiles=[ROUNDING])
     assert [each.name for each in ours(lowered, ROUNDING)] == ["c1"]
+
+
+def upsampled(weight: tuple[int, ...], size: tuple[int | str, ...], **attributes: Any) -> ModelProto:
+    """Return two convolutions, then a ConvTranspose by ``weight`` and an activation of what the second gives, `c0`."""
+    made: Made = ([], [])
+    kept: dict[str, Any] = {"pads": [1] * 2 * len(size)}
+    conv(made, "x", "c1", (weight[0], weight[0], *[3] * len(size)), **kept)
+    conv(made, "c1", "c0", (weight[0], weight[0], *[3] * len(size)), **kept)
+    conv(made, "c0", "t", weight, op="ConvTranspose", **attributes)
+    node(made, "Relu", "t", "y")
+    return model(made, ("batch", weight[0], *size), ("y", "c0"))
+
+
+@pytest.mark.parametrize(
+    ("weight", "attributes", "size"),
+    [
+        ((C, 40, 2, 2), {"strides": [2, 2]}, (9, 8)),
+        ((C, 24, 4, 4), {"strides": [2, 2], "pads": [1, 1, 1, 1]}, (9, 8)),
+        ((C, 16, 6, 4), {"strides": [2, 4], "pads": [0, 1, 2, 3], "output_padding": [1, 2]}, (5, 7)),
+        ((C, 32, 3, 3), {}, (5, 7)),
+        ((96, 8, 16), {"strides": [8], "pads": [4, 4]}, (40,)),
+        ((96, 16, 4), {"strides": [2], "bias": False}, (40,)),
+    ],
+    ids=["cells", "overlapping", "uneven", "stride 1", "sequence", "without bias"],
+)
+def test_an_upsampled_image_has_the_sums_of_its_rounded_pixels(
+    weight: tuple[int, ...], attributes: dict[str, Any], size: tuple[int, ...], tmp_path: Path
+) -> None:
+    source = upsampled(weight, ("height", *size[1:]) if len(size) > 1 else ("time",), **attributes)
+    lowered = lower(tmp_path / "m" / "1", source, profiles=["cpu", ROUNDING])
+    assert [(each.name, each.op_type.split("_")[-1]) for each in ours(lowered, ROUNDING)][2:] == [("t", "relu")]
+    x = graphs.values(3, weight[0], *size, seed=3)
+    found = lowered.run_kernel({"x": x}, ROUNDING)
+    weights = graphs.weights_of(source)
+    alone = graphs.model(
+        list(source.graph.node)[2:],
+        [graphs.edge("c0", None)],
+        [graphs.edge("y", None)],
+        [
+            graphs.initializer(name, lowered.artifact.tensor(name).astype(np.float32) if name == "w_t" else value)
+            for name, value in weights.items()
+            if name.endswith("_t")
+        ],
+    )
+    session = ort.InferenceSession(alone.SerializeToString(), providers=["CPUExecutionProvider"])
+    (right,) = session.run(["y"], {"c0": to_fp32(to_bf16(found["c0"]))})
+    np.testing.assert_allclose(found["y"], right, rtol=1e-5, atol=1e-5)
+    for row in range(3):
+        assert np.array_equal(lowered.run_kernel({"x": x[row : row + 1]}, ROUNDING)["y"], found["y"][row : row + 1])
+    assert np.array_equal(lowered.artifact.restore("w_t"), weights["w_t"])
+    np.testing.assert_allclose(lowered.run_cpu({"x": x})["y"], found["y"], rtol=0, atol=5e-2)
+
+
+@pytest.mark.parametrize(
+    ("weight", "size", "attributes"),
+    [
+        ((C, C, 3, 3), (9, 8), {"strides": [2, 2], "pads": [1, 1, 1, 1], "output_padding": [1, 1]}),
+        ((C, C, 2, 2), ("height", "width"), {"strides": [2, 2]}),
+        ((C, 32, 2, 2), (9, 8), {"strides": [2, 2], "group": 2}),
+        ((C, C, 3, 3), (9, 8), {"dilations": [2, 2]}),
+        ((C, 6, 2, 2), (9, 8), {"strides": [2, 2]}),
+        ((C, C, 2, 2), (9, 8), {"strides": [2, 2], "output_shape": [18, 16]}),
+        ((C, C, 2, 2), (9, 8), {"strides": [2, 2], "auto_pad": "SAME_UPPER"}),
+        ((C, C, 2, 2), (9, 8), {"strides": [2, 2], "output_padding": [1, 0]}),
+        ((C, C, 4, 4), (9, 2), {"strides": [2, 2], "pads": [1, 1, 1, 1]}),
+    ],
+    ids=["uneven", "unknown width", "groups", "dilated", "part of a panel", "shape", "automatic", "longer", "small"],
+)
+def test_other_upsampling_stays_with_onnx_runtime(
+    weight: tuple[int, ...], size: tuple[int | str, ...], attributes: dict[str, Any], tmp_path: Path
+) -> None:
+    lowered = lower(tmp_path / "m" / "1", upsampled(weight, size, **attributes), profiles=[ROUNDING])
+    assert [each.name for each in ours(lowered, ROUNDING)] == ["c1", "c0"]
+
+
+def test_upsampling_is_within_a_region_with_the_kernel_and_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a U-Net: an image is upsampled, joined with an earlier one, and convolved."""
+    made: Made = ([], [])
+    conv(made, "x", "c1", (C, C, 3, 3), pads=[1, 1, 1, 1])
+    node(made, "Relu", "c1", "r1")
+    conv(made, "r1", "c2", (C, C, 4, 4), strides=[2, 2], pads=[1, 1, 1, 1])
+    conv(made, "c2", "t1", (C, 32, 2, 2), op="ConvTranspose", strides=[2, 2])
+    node(made, "Concat", "t1 r1", "j1", axis=1)
+    conv(made, "j1", "y", (32, C + 32, 3, 3), pads=[1, 1, 1, 1])
+    lowered = lower(tmp_path / "m" / "1", model(made, ("batch", C, 18, 16)), profiles=["cpu", ROUNDING, "cuda"])
+    assert [each.name for each in ours(lowered, ROUNDING)] == ["c1", "c2", "t1", "y"]
+    feeds = {"x": graphs.values(2, C, 18, 16, seed=7)}
+    kernel, *definitions = (each["y"] for each in answers(lowered, feeds, monkeypatch, ROUNDING))
+    for other in (*definitions, lowered.run_source(feeds)["y"]):
+        np.testing.assert_allclose(other, kernel, rtol=0, atol=5e-2)
+    counts = optimised(lowered, tmp_path / "optimised.onnx", kernel=True)
+    assert counts["Transpose"] == 3, "the borders and the cells"
+    assert counts["Cast"] == counts["Gather"] == 0, "a weight is put into panels at each run"
 
 
 def test_a_block_with_groups_is_the_kernels_and_its_weights_are_restored(
