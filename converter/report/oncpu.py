@@ -77,7 +77,9 @@ def shares(plan: Plan, tensors: Iterable[TensorEntry]) -> OnCpu | None:
     in_kernel = in_kernel if recurrences else set()
     in_panels = {2, *([3, 4] if "cpu-bf16" in plan.nodes else [])}  # ranks: convolutions are the kernel's there only
     panelled = [tensor.name for tensor in narrow if tensor.panels is not None and len(tensor.shape) in in_panels]
-    kernels = [tensor for tensor in narrow if tensor.name in panelled or readers[tensor.name] in in_kernel]
+    upsampling = [entry.precision for entry in plan.nodes.get("cpu-bf16", ()) if entry.op == "ConvTranspose"]
+    others = in_kernel | ({"ConvTranspose"} if {*upsampling} == {"bf16"} else set())
+    kernels = [tensor for tensor in narrow if tensor.name in panelled or readers[tensor.name] in others]
     convolved = [tensor for tensor in kernels if len(tensor.shape) > 2 and readers[tensor.name] not in in_kernel]
     multiplied = [tensor for tensor in kernels if tensor not in convolved]
     looked_up = [tensor for tensor in narrow if tensor not in kernels and readers[tensor.name] == _LOOKUP]

@@ -162,6 +162,30 @@ def test_a_module_in_memory_becomes_what_its_checkpoint_becomes(net: Mlp, tmp_pa
 
 
 @pytest.mark.long
+def test_groups_and_upsampling_in_the_kernel_are_within_budget(tmp_path: Path) -> None:
+    """As in a RegNet and in a U-Net. Loading runs the golden samples, and a row's bits do not depend on its batch."""
+    torch.manual_seed(0)
+    layers = (
+        *(nn.Conv2d(64, 96, 3, stride=2, padding=1), nn.BatchNorm2d(96), nn.ReLU()),
+        *(nn.Conv2d(96, 96, 3, padding=1, groups=2), nn.BatchNorm2d(96), nn.ReLU()),
+        *(nn.ConvTranspose2d(96, 64, 4, stride=2, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 3)),
+    )
+    x = np.random.default_rng(0).standard_normal((3, 64, 20, 16), np.float32)
+    given: dict[str, Any] = {"input": {"x": ("float32", ["batch", 64, 20, 16])}, "report": False}
+    made = bf16kit.convert(nn.Sequential(*layers).eval(), out=tmp_path / "m" / "1", samples=x, **given)
+    graph = onnx.load(made.path / "cpu-bf16.onnx", load_external_data=False).graph
+    assert [node.op_type for node in graph.node if node.domain == "bf16kit"] == [
+        *("ConvBf16_panels_relu", "ConvBf16_panels_relu", "ConvBf16_panels_relu", "ConvBf16_panels")
+    ]
+    made.artifact.verify()
+    model = bf16kit.load(made.path, profile="cpu-bf16")
+    (whole,) = model(x).values()
+    for row in range(3):
+        (alone,) = model(x[row : row + 1]).values()
+        assert np.array_equal(alone[0], whole[row])
+
+
+@pytest.mark.long
 def test_a_table_that_is_renormalised_as_it_is_read_stays_as_it_is(tmp_path: Path) -> None:
     class Embedded(nn.Module):
         def __init__(self) -> None:

@@ -12,6 +12,7 @@ from lowered import Lowered, lower
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 import graphs
+from bf16kit.converter.report.oncpu import on_cpu
 from bf16kit.numerics.rounding import to_bf16, to_fp32
 from bf16kit.runtime.ort.kernel import LIBRARY
 from bf16kit.runtime.ort.session import ort
@@ -348,6 +349,9 @@ def test_upsampling_is_within_a_region_with_the_kernel_and_without(
     counts = optimised(lowered, tmp_path / "optimised.onnx", kernel=True)
     assert counts["Transpose"] == 3, "the borders and the cells"
     assert counts["Cast"] == counts["Gather"] == 0, "a weight is put into panels at each run"
+    gained = on_cpu(lowered.artifact.manifest)
+    assert gained is not None
+    assert gained.memory < 0.51
 
 
 def test_a_block_with_groups_is_the_kernels_and_its_weights_are_restored(
