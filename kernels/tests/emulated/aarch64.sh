@@ -7,13 +7,14 @@
 #   kernels     the C++ tests of run.sh, as each processor of PROCESSORS: CASES random cases each (default 500). The bits must be
 #               those that this processor computes
 #   models      install the wheel for Arm of `.ci/release packages` beside Debian's Python and the other wheels for Arm; load
-#               artifacts converted here in each profile, as the processors MODELS_ON: load() judges their golden samples
-#               (aarch64_models.py)
+#               artifacts converted here (four small models, MiniLM) in each profile, as the processors MODELS_ON: load() judges
+#               their golden samples (aarch64_models.py)
 #   served      after models: bf16-serve in the emulator answers requests over gRPC, with the bits that this processor computes
+#               (MiniLM: within budget)
 #
 # Debian's packages come from the mirror that apt uses here. They are unpacked into build/emulated/aarch64; nothing is installed.
 # The cross compiler must be installed (Debian: apt-get install g++-aarch64-linux-gnu). DIST: a directory with the wheel, such as
-# dist, which `make release` fills; without it the wheel is built. MORE names directories of other artifacts.
+# dist, which `make release` fills; without it the wheel is built.
 # Exits with 0 and the reason if something cannot be had, unless REQUIRED=1. PYTHON: an interpreter that has the project.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../../.."
@@ -60,7 +61,7 @@ models() {
     cannot "the wheels for aarch64 cannot be had"
   "$python" kernels/tests/emulated/aarch64_models.py convert "$work/models"
   for processor in ${MODELS_ON:-neoverse-n1 neoverse-v1}; do
-    (arm "$processor" kernels/tests/emulated/aarch64_models.py load "$processor" "$work"/models/* ${MORE:-})
+    (arm "$processor" kernels/tests/emulated/aarch64_models.py load "$processor" "$work"/models/*)
   done
 }
 
