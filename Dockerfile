@@ -10,7 +10,8 @@
 #   gpu-torch  serves TorchScript and torch.export artifacts on CUDA as well (never built)
 #
 # All contain the CPU kernel, which is compiled here: without a compiler the build fails. Only the build stages have one.
-# PYTHON_IMAGE must be Debian or Ubuntu, or already contain g++. The images need no shell at run time.
+# PYTHON_IMAGE must be Debian or Ubuntu, or already contain g++ (a cross compiler, if the image is for another processor than
+# this machine's). The images need no shell at run time.
 #
 # On Linux, torch from PyPI depends on several gigabytes of CUDA. PyTorch has a separate index with CPU wheels. To use it:
 #   --build-arg PIP_EXTRA_INDEX_URL=…    (compose.yaml passes the environment variable of the same name)
@@ -25,23 +26,34 @@ ENV SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH} PYTHONHASHSEED=0 PYTHONDONTWRITEBYTEC
     PIP_EXTRA_INDEX_URL=${PIP_EXTRA_INDEX_URL} PIP_CONSTRAINT=/src/constraints.txt PIP_COMPILE=0 PIP_QUIET=1 \
     PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 # Without pip, so that nothing can be installed in the final images. The base's pip fills it by `--python`.
-RUN python3 -m venv --without-pip /opt/bf16kit
+RUN python3 -m venv --without-pip /opt/bf16kit && uname -m >/machine
 WORKDIR /src
 
 # Compiles the kernel from its own sources only, so that a change of Python code does not compile it again. Building the wheel
-# of an otherwise empty package leaves the library in build/, where the next stage reuses it.
-FROM build AS kernel
-RUN command -v g++ >/dev/null \
-    || { apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*; } >/dev/null \
-    || { echo "the CPU kernel needs g++, which could not be installed; build where Debian's mirror answers, or from a PYTHON_IMAGE that has it" >&2; exit 1; }
-ENV BF16KIT_BUILD_KERNEL=1
+# of an otherwise empty package leaves the library in build/, where the next stage reuses it. An image for another processor is
+# built in an emulator, where g++ takes more than 20 minutes: so this stage runs on this machine's processor, and cross-compiles.
+FROM --platform=${BUILDPLATFORM:-linux} ${PYTHON_IMAGE} AS kernel
+ARG PIP_EXTRA_INDEX_URL=""
+ENV BF16KIT_BUILD_KERNEL=1 PIP_CONSTRAINT=/src/constraints.txt PIP_QUIET=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
+WORKDIR /src
+COPY --from=build /machine /
+RUN machine=$(cat /machine) package=g++ tools= && touch /compiler \
+    && if [ "$machine" != "$(uname -m)" ]; then \
+        tools=$machine-linux-gnu- package=g++-$(echo "$machine" | tr _ -)-linux-gnu \
+        && echo "export CC=${tools}gcc CXX=${tools}g++ LDSHARED='${tools}gcc -shared' LDCXXSHARED='${tools}g++ -shared' \
+            _PYTHON_HOST_PLATFORM=linux-$machine" >/compiler; \
+    fi && command -v "${tools}g++" >/dev/null \
+    || { apt-get update -qq && apt-get install -y -qq --no-install-recommends "$package" && rm -rf /var/lib/apt/lists/*; } >/dev/null \
+    || { echo "the CPU kernel needs $package, which could not be installed; build where Debian's mirror answers, or from a PYTHON_IMAGE that has it" >&2; exit 1; }
 COPY pyproject.toml setup.py constraints.txt ./
 COPY kernels kernels
 COPY bf16kit/__init__.py bf16kit/
-RUN touch README.md LICENSE && pip wheel --no-deps --wheel-dir /unused . && rm -r /unused README.md LICENSE bf16kit
+RUN . /compiler && touch README.md LICENSE && pip wheel --no-deps --wheel-dir /unused . && rm -r /unused README.md LICENSE bf16kit
 
 # The wheel of bf16kit.
-FROM kernel AS wheel
+FROM build AS wheel
+ENV BF16KIT_BUILD_KERNEL=1
+COPY --from=kernel /src ./
 COPY README.md LICENSE ./
 COPY bf16kit bf16kit
 COPY converter converter

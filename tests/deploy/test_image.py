@@ -3,11 +3,13 @@
 import ast
 import json
 import os
+import shutil
 import subprocess
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from platform import machine
 from typing import Any
 
 import composing
@@ -259,6 +261,22 @@ def test_the_build_context_holds_only_files_that_the_build_needs(tmp_path: Path)
     docker("build", "--quiet", "--output", str(tmp_path / "seen"), str(tmp_path))
     seen = {str(path.relative_to(tmp_path / "seen")) for path in (tmp_path / "seen").rglob("*") if path.is_file()}
     assert seen == set(wanted)
+
+
+def test_the_kernel_for_another_processor_is_cross_compiled(tmp_path: Path) -> None:
+    """Without an emulator: only the stage `kernel` is built, of one small file, and told that the image's machine is
+    another."""
+    other, number = ("x86_64", 62) if machine() == "aarch64" else ("aarch64", 183)  # e_machine of an ELF file
+    text = (ROOT / "Dockerfile").read_text("utf-8").replace("uname -m >/machine", f"echo {other} >/machine")
+    (tmp_path / "kernels" / "ort").mkdir(parents=True)
+    (tmp_path / "bf16kit").mkdir()
+    for name in ("pyproject.toml", "setup.py", "constraints.txt", "bf16kit/__init__.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "kernels" / "ort" / "one.cpp").write_text("int one() { return 1; }\n", "utf-8")
+    (tmp_path / "Dockerfile").write_text(f"{text}\nFROM scratch AS made\nCOPY --from=kernel /src/build /\n", "utf-8")
+    docker("build", "--quiet", "--target", "made", "--output", str(tmp_path / "made"), str(tmp_path))
+    (library,) = (tmp_path / "made").glob(f"lib.linux-{other}-*/bf16kit/runtime/_bf16kernel.so")
+    assert library.read_bytes()[18] == number
 
 
 def test_two_builds_give_the_same_layers(images: Images, server: str) -> None:
