@@ -140,6 +140,7 @@ void compute_columns(const Product& product, const Part& part, const Rows<kArith
   using T = Tiles<kArithmetic>;
   alignas(64) float totals[kTallBlock * kPanel];
   alignas(64) uint16_t scratch[kChain * kPanel];
+  alignas(64) float wide[kChain * kPanel];
   const Weight& weight = product.weight;
   const int tiles = static_cast<int>((part.rows + T::kRows - 1) / T::kRows);
   constexpr int kBlockBytes = kChain * kPanel * sizeof(uint16_t);
@@ -148,11 +149,13 @@ void compute_columns(const Product& product, const Part& part, const Rows<kArith
   // A tile begins at the panel, or in its middle where tiles of half a panel exist.
   constexpr int64_t kUnit = T::kHalves ? Simd::kLanes : kPanel;
   const int64_t panel = first_column / kPanel, column = first_column / kUnit * kUnit, width = end - column;
+  const bool widens = tiles > 1 && width > Simd::kLanes && T::widens();
   float* y = product.y + part.first_row * weight.n + column;
   for (int64_t first = 0; first < weight.k; first += kChain) {
     const int length = static_cast<int>(weight.k - first < kChain ? weight.k - first : kChain);
     const uint16_t* const w = block(weight, panel, first, length, scratch);
-    const Block now = {w + column % kPanel, kPanel, weight.k * kPanel, length, first == 0};
+    Block now = {w + column % kPanel, kPanel, weight.k * kPanel, length, first == 0};
+    if (widens) now.wide = wide;
     // A block that was copied to scratch has already prefetched what follows it. Its tiles prefetch the block itself, which
     // costs nothing.
     const bool stored = w != scratch;
@@ -163,6 +166,7 @@ void compute_columns(const Product& product, const Part& part, const Rows<kArith
       if (first == 0) expect(y + begin * weight.n, stop - begin, weight.n, std::min(width, kPanel));
       const Ahead ahead = {next + (stored ? t * share : 0), stored ? share / static_cast<int>(kChain) : 0};
       T::add(static_cast<int>(stop - begin), width, a + begin * x.stride, x.stride, now, totals + begin * kPanel, ahead);
+      now.widened = widens;
       // Out-of-order execution may overlap this with the next tile's sums.
       if (first + kChain < weight.k) continue;
       for (int64_t at = 0; at < width; at += kPanel) {

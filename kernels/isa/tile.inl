@@ -29,6 +29,8 @@ struct BlockOf {
   int64_t next_panel;   // elements from one panel to the next, if a tile spans two
   int length;           // rows
   bool first;           // whether this is the first block of its columns: the totals start at zero
+  float* wide = nullptr;  // [length, kPanel], where the block's first tile leaves it in fp32 for the others; null: nowhere
+  bool widened = false;   // whether it has
 };
 using Block = BlockOf<uint16_t>;
 
@@ -59,6 +61,7 @@ struct Broadcasts {
   static constexpr int kSteps = 1;      // the steps for which load() reads x
   static constexpr int kVectors = 2;    // of W, and of sums for each row of x
   static constexpr bool kOddFirst = kArithmetic == Arithmetic::kBf16;
+  static constexpr bool kStores = false;  // whether the tile stores its W for others
   static constexpr bool kOfPanels = true;  // rows are kPanel apart, and what follows them is prefetched
   // Up to this number of rows, one panel has too few sums to hide the latency of an addition, so tiles span two panels.
   static constexpr int kTwoPanelRows = Simd::kTwoPanelRows;
@@ -95,6 +98,18 @@ struct Broadcasts {
 template <Arithmetic kArithmetic>
 struct Terms : Broadcasts<kArithmetic> {};
 
+// Terms of a block's first tile, which stores what it reads in fp32, and of the others, which read that.
+template <Arithmetic kArithmetic>
+struct Widening : Broadcasts<kArithmetic> {
+  static constexpr bool kStores = true;
+};
+template <Arithmetic kArithmetic>
+struct Widened : Broadcasts<kArithmetic> {
+  using Row = float;
+  using W = typename Broadcasts<kArithmetic>::W;
+  static W read(const float* w, int64_t, bool) { return {Simd::load(w), Simd::load(w + Simd::kLanes)}; }
+};
+
 // Terms for the first kLanes columns of a panel, in order. Only for paths where a panel is two vectors: kHalves.
 template <Arithmetic kArithmetic>
 struct Half;
@@ -122,6 +137,7 @@ void chain(const typename T::Element* a, int64_t lda, const BlockOf<typename T::
   const typename T::Element* from[(kRows + 2) / 3];
   for (int i = 0; i < (kRows + 2) / 3; ++i) from[i] = a + 3 * i * lda;
   const typename T::Row* const w = block.w;
+  float* const wide = block.wide;
   const int64_t next_panel = block.next_panel, ldw = T::kOfPanels ? kPanel : block.stride;
   const char* const next = ahead.from;
   const int stride = ahead.stride, length = block.length / T::kRowsAStep;
@@ -131,6 +147,10 @@ void chain(const typename T::Element* a, int64_t lda, const BlockOf<typename T::
 #pragma GCC unroll 8
     for (int p = 0; p < kPairs; ++p) {
       b[p] = T::read(w + p / kWide * next_panel + k * T::kRowsAStep * ldw + p % kWide * 2 * Simd::kLanes, ldw, whole);
+    }
+    if constexpr (T::kStores) {  // kPairs is 1
+      Simd::store(wide + k * kPanel, b[0].even);
+      Simd::store(wide + k * kPanel + Simd::kLanes, b[0].odd);
     }
     if constexpr (T::kOfPanels) {
 #pragma GCC unroll 4
@@ -199,7 +219,18 @@ template <Arithmetic kArithmetic>
 struct Tiles : Terms<kArithmetic> {
   using T = Terms<kArithmetic>;
   static constexpr int kRows = Simd::kRows;
+  static constexpr bool kWidens = kWide == 1 && T::kRowsAStep == 1;  // whether add() uses block.wide
   static constexpr bool kHalves = kWide == 1;  // whether add() leaves up to kLanes columns in order
+
+  // Returns whether block.wide makes add() faster. Intel's processors widen in the units that multiply, and of a step's 26 such
+  // instructions two widen. On Zen 4 other units do, and to store and read the block in fp32 costs more (docs/decisions/0092).
+  static bool widens() {
+#if defined(__x86_64__)
+    return kWidens && __builtin_cpu_is("intel") != 0;
+#else
+    return false;
+#endif
+  }
 
   // Adds to the totals of one panel, which has `columns` columns, or of two if `columns` is more than kPanel. Totals of columns
   // that the panel does not have may stay unset.
@@ -213,6 +244,16 @@ struct Tiles : Terms<kArithmetic> {
       using All = std::make_integer_sequence<int, Simd::kRows>;
       if (columns <= Simd::kLanes) {
         return chain_of<Half<kArithmetic>, 1>(rows, All())(a, lda, block, total, kPanel, ahead);
+      }
+    }
+    if constexpr (kWidens) {
+      using All = std::make_integer_sequence<int, Simd::kRows>;
+      if (block.widened) {
+        const BlockOf<float> wide = {block.wide, kPanel, 0, block.length, block.first};
+        return chain_of<Widened<kArithmetic>, 1>(rows, All())(a, lda, wide, total, kPanel, ahead);
+      }
+      if (block.wide != nullptr) {
+        return chain_of<Widening<kArithmetic>, 1>(rows, All())(a, lda, block, total, kPanel, ahead);
       }
     }
     if (rows <= Simd::kWideRows) {
