@@ -45,6 +45,8 @@ def read(options: Options, kind: Kind, advance: sources.Advance) -> Source:
     itself = replace(itself, script=script)
     source = _translated(itself, found, checkpoint)
     oracle = replace(oracles.of_module(itself), how="the TorchScript file itself, on the CPU")
+    if source.graph is not None:
+        oracle = replace(oracle, roundoff=oracles.roundoff(source.graph))  # of fp16 parts, which stay so
     rowwise = source.graph is not None or not decides_by_numbers(script)
     return replace(source, oracle=oracle, notes=tuple(notes), rowwise=rowwise)
 

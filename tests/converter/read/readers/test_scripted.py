@@ -25,6 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit")  # torch.jit's own
 X = torch.randn(3, 16, generator=torch.Generator().manual_seed(1))
 IMAGES = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 IDS = torch.arange(21).reshape(3, 7)
+_INPUT = ["--input", "x:float32:batch,16"]
 _BOTH = ("--format", "onnx", "--format", "torchscript")
 _CASES: dict[str, tuple[type[nn.Module], How, str, torch.Tensor]] = {
     "frozen convolutions": (Cnn, "frozen", "x:float32:batch,3,16,16", IMAGES),
@@ -81,12 +82,31 @@ def test_inputs_are_matched_by_name_and_outputs_are_named_by_their_keys_or_field
             np.testing.assert_allclose(answered[name], tensor.numpy(), atol=0.1)
 
 
+class HalfInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.narrow, self.after = nn.Linear(16, 64), nn.Linear(64, 64).half(), Mlp(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.after(torch.relu(self.narrow(self.before(x).half())).float())
+        return result
+
+
+@pytest.mark.long
+def test_fp16_parts_stay_so_and_may_differ_from_torch_by_their_own_rounding(
+    cli: Cli, tmp_path: Path, target: Path
+) -> None:
+    path = save(tmp_path / "m.pt", HalfInside(), X[:2])
+    cli("checkpoint", path, *_INPUT, "--trust-code", *ONNX_ONLY, "--out", target).published()
+    with torch.no_grad():
+        expected = seeded(HalfInside())(X).numpy()
+    answered = load(Artifact.open(target), "cpu").run({"x": X.numpy()})["output"]
+    assert 0 < np.linalg.norm(answered - expected) / np.linalg.norm(expected) < 1.5e-2
+
+
 class WholeNumbers(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + 1
-
-
-_INPUT = ["--input", "x:float32:batch,16"]
 
 
 @pytest.mark.parametrize(
