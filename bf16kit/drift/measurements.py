@@ -131,7 +131,8 @@ class RemedyEntry(Entry):
 class DiagnosisEntry(Entry):
     """The diagnosis of a profile's outputs from its layers; ``tried`` says whether a ``remedy`` was searched for.
 
-    ``ails``: on the samples that were run, an output is :data:`MARGIN_DB` below its predicted SQNR, or over the budget.
+    ``ails``: on the samples that were run, an output is :data:`MARGIN_DB` below its predicted SQNR, or over the budget,
+    or the profile is over the budget on those of the conversion.
     ``leaves`` is the layer at which its noise fell below it, None if it never did.
     """
 

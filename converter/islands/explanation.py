@@ -38,6 +38,7 @@ from bf16kit.drift.measurements import (
     RemedyEntry,
     downsample,
 )
+from bf16kit.drift.verdicts import drift_rows
 from bf16kit.messages.errors import ConversionError, RuntimeFailure, UsageError
 from bf16kit.messages.wording import table
 from bf16kit.numerics.residual import is_half
@@ -46,6 +47,7 @@ from bf16kit.runtime.memory.weights import Weights
 _FEEDS = 2  # samples on which a conversion measures its layers: results vary little between samples
 _MINUTES = 5.0  # of a search, as by default in a conversion
 _BUDGET_MET = "No remedy is needed, because the budget is met on these samples."
+_BUDGET_MET_HERE = "The budget is met on these samples; for a remedy, pass --samples on which it is not."
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,24 +155,26 @@ def explain_profile(
     budget: Budget,
     look: Callable[[], SearchResult] | None,
 ) -> Explanation:
-    """Measure ``profile`` on ``feeds``; ``look`` for a remedy if an output is noisy.
+    """Measure ``profile`` on ``feeds``; ``look`` for a remedy if an output is noisy, or the profile over its budget.
 
     Errors: those of :func:`bf16kit.converter.islands.layertrace.trace`, and of preparing and running the graph.
     """
     traced = trace(reference, artifact, feeds, profile)
     layers = traced.layers()
     noisy = traced.noisy_output(budget)
-    if noisy is None:
+    within = all(row.within for row in drift_rows(artifact.manifest) if row.profile == profile)
+    if noisy is None and within:
         return Explanation(profile, layers, DiagnosisEntry(ails=False))
-    node = traced.noise_source(noisy)
+    node = None if noisy is None else traced.noise_source(noisy)
     diagnosis = DiagnosisEntry(ails=True, leaves=None if node is None else traced.layer(node))
     if look is None or not PROFILES[profile].searched:
         return Explanation(profile, layers, diagnosis, f"No remedy was looked for on profile {profile}.")
     del traced
     result = look()
     if not result.islands and not result.error:
-        return Explanation(profile, layers, diagnosis, _BUDGET_MET)
-    update = {"tried": result.complete or bool(result.islands), "remedy": _remedy(result, noisy.name or "")}
+        return Explanation(profile, layers, diagnosis, _BUDGET_MET if within else _BUDGET_MET_HERE)
+    remedy = _remedy(result, None if noisy is None else noisy.name)
+    update = {"tried": result.complete or bool(result.islands), "remedy": remedy}
     return Explanation(profile, layers, diagnosis.model_copy(update=update), " ".join(result.notes) or result.error)
 
 
@@ -209,13 +213,18 @@ def _onnx_profiles(artifact: Artifact) -> list[str]:
     return sorted(name for name, entry in artifact.manifest.profiles.items() if entry.format == "onnx")
 
 
-def _remedy(result: SearchResult, output: str) -> RemedyEntry | None:
-    """Return what the search keeps in fp32, with one regular expression for ``--keep-fp32``."""
+def _remedy(result: SearchResult, output: str | None) -> RemedyEntry | None:
+    """Return what the search keeps in fp32, with one regular expression for ``--keep-fp32``.
+
+    ``output`` is the one whose SQNR it gives; None takes the one that gains most.
+    """
     names = result.keep_fp32
     if not names:
         return None
     one_of = "|".join(map(re.escape, names))
     pattern = f"^{one_of}$" if len(names) == 1 else f"^({one_of})$"
+    if output is None:
+        output = max(result.sqnr_now, key=lambda each: result.sqnr_now[each] - result.sqnr_before[each])
     before, after = result.sqnr_before[output], result.sqnr_now[output]
     return RemedyEntry(keep_fp32=pattern, nodes=names, output=output, before_db=before, after_db=after)
 

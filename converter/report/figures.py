@@ -285,8 +285,8 @@ def _sentences(found: DiagnosisEntry, first: LayerEntry | None, within: bool, re
         return
     if found.leaves is None:
         yield (
-            "An output is over budget on the samples whose layers were measured, though no layer is below its predicted"
-            " SQNR: the errors of all layers add up."
+            "An output is over budget, though no layer is below its predicted SQNR: the errors of all layers add up, or"
+            " are large beside what the output's values differ by."
         )
     else:
         yield (

@@ -6,11 +6,12 @@ from html import unescape
 from pathlib import Path
 
 import failing
+import numpy as np
 import onnx
 import pytest
 from architectures import Cnn, seeded
 from converting import ONNX_ONLY, Cli
-from onnx import ModelProto
+from onnx import ModelProto, numpy_helper
 from safetensors.torch import save_file
 
 import graphs
@@ -85,6 +86,17 @@ def test_the_text_says_of_a_sound_artifact_that_no_remedy_is_needed(cli: Cli, sm
     assert "layers on feeders:three" in said
     assert said.count("Every output has the SQNR predicted for rounding to bf16") == 3
     assert said.endswith("No remedy is needed.\n")
+
+
+@pytest.mark.long
+def test_a_profile_that_is_over_another_bound_than_relative_l2_is_explained_too(cli: Cli, target: Path) -> None:
+    """On a level of 1,000 bf16 rounds away what the outputs differ by, and each layer has its predicted SQNR."""
+    model = graphs.mlp()
+    (level,) = (each for each in model.graph.initializer if each.name == "b1")
+    level.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(level) + np.float32(1000), "b1"))
+    found = explained(cli, model, target, "cuda")
+    assert isinstance(found["remedy"], dict)
+    assert (found["ails"], found["leaves"], found["remedy"]["nodes"]) == (True, None, ["add1"])
 
 
 @pytest.mark.long

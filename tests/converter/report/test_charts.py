@@ -104,7 +104,7 @@ MENDED = RemedyEntry(keep_fp32="^dip's$", nodes=["a", "b", "c"], output="y", bef
     [
         (None, True, "", ""),
         (DiagnosisEntry(ails=False), True, "its predicted SQNR is w; later ones average its error away.", ""),
-        (DiagnosisEntry(ails=True), True, "over budget on the samples whose layers were measured, though no layer", ""),
+        (DiagnosisEntry(ails=True), True, "over budget, though no layer is below its predicted SQNR", ""),
         (DiagnosisEntry(ails=True, leaves=DIP), True, "No remedy is needed, because the budget is met", ""),
         (DiagnosisEntry(ails=True, leaves=DIP), False, "No remedy was looked for; bf16-convert explain", ""),
         (DiagnosisEntry(ails=True, leaves=DIP, tried=True), False, "in fp32 does not mend it", ""),
