@@ -22,7 +22,7 @@ from bf16kit.service.http.pages import Access, StatusReader, evidence_route, rou
 from bf16kit.service.models.controller import Controller
 from bf16kit.service.models.plan import DesiredModel
 from bf16kit.service.peers.channel import Body
-from bf16kit.service.regions import RegionTable, check_system
+from bf16kit.service.regions import RegionTable
 from bf16kit.service.shadow.process import NAME as SHADOW
 from bf16kit.service.shadow.process import FindPlan, ShadowProcess
 from bf16kit.service.telemetry.metrics import Counting, Metrics
@@ -187,10 +187,9 @@ def announce(config: ServerConfig, grpc_port: int, http_port: int) -> None:
 
 
 def open_regions(config: ServerConfig) -> RegionTable | None:
-    """Return the table of regions; None: shared memory is off. Raises ConfigError if the system does not allow it."""
+    """Return the table of regions; None: shared memory is off."""
     if not config.shared_memory:
         return None
-    check_system()
     if prefix := config.region_prefix:
         _log.info("shared memory is on: clients may register files of /dev/shm whose names begin with %r", prefix)
     else:

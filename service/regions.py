@@ -1,14 +1,12 @@
 """Regions of shared memory that clients register: files in /dev/shm, which clients can change, shrink or remove.
 
-This program never reads or writes the client's memory with its own instructions: beyond the end of a shrunk file they
-cause SIGBUS, which ends the process. The kernel copies in both directions, and reports how many bytes it copied.
+They are read and written by system calls and never mapped: a load or a store beyond the end of a shrunk file would
+cause SIGBUS, which ends the process.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import os
 import stat
 import threading
@@ -19,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from bf16kit.messages.errors import AlreadyExists, ConfigError, InvalidRequest, NotFound, Overloaded
+from bf16kit.messages.errors import AlreadyExists, InvalidRequest, NotFound, Overloaded
 from bf16kit.messages.wording import quoted
 from bf16kit.numerics.tensors import Array
 from bf16kit.service.operations import Region
@@ -31,40 +29,36 @@ _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 class SharedFile:
-    """``byte_size`` bytes from ``offset`` on of the file open as ``descriptor``.
+    """The bytes from ``offset`` on of the file open as ``descriptor``.
 
-    It owns the descriptor, and closes it when the last reference is gone. Raises InvalidRequest if the bytes cannot be
-    mapped or, unless the file ``may_be_short``, if it ends before them.
+    It owns the descriptor, and closes it when the last reference is gone.
     """
 
-    def __init__(self, descriptor: int, offset: int, byte_size: int, *, may_be_short: bool = False) -> None:
+    def __init__(self, descriptor: int, offset: int) -> None:
         weakref.finalize(self, os.close, descriptor)
-        size = os.fstat(descriptor).st_size
-        if not may_be_short and offset + byte_size > size:
-            raise InvalidRequest(
-                f"{byte_size} bytes from offset {offset} end beyond the {size} bytes of the shared memory"
-            )
         self.descriptor = descriptor
         self._offset = offset
-        before = offset % mmap.ALLOCATIONGRANULARITY
-        mapped = _map(descriptor, offset - before, before + byte_size)
-        weakref.finalize(self, _libc.munmap, mapped, before + byte_size).atexit = False  # a thread may still copy then
-        self._address = mapped + before
 
     def is_same_file(self, descriptor: int) -> bool:
         """Return whether ``descriptor`` has the same file open."""
         return os.path.sameopenfile(self.descriptor, descriptor)
 
+    def holds(self, at: int, nbytes: int) -> bool:
+        """Return whether the file has ``nbytes`` from ``at`` on."""
+        return os.fstat(self.descriptor).st_size >= self._offset + at + nbytes
+
     def read(self, at: int, nbytes: int) -> bytes:
         """Return a copy of ``nbytes`` from ``at`` on; fewer if the file ends before."""
         return os.pread(self.descriptor, nbytes, self._offset + at)
 
-    def write(self, at: int, data: Array) -> int:
-        """Copy contiguous ``data`` to ``at``; return how many bytes there was room for. The file never grows."""
-        # The rest of the file's last page is mapped memory too: a copy into it would succeed, and be lost.
-        if os.fstat(self.descriptor).st_size < self._offset + at + data.nbytes:
-            return 0
-        return _copy(data.ctypes.data, self._address + at, data.nbytes)
+    def write(self, at: int, data: Array) -> bool:
+        """Copy contiguous ``data`` to ``at``. Returns False if the file ends before, or its file system is full."""
+        if not self.holds(at, data.nbytes):  # a write would make the file larger
+            return False
+        try:
+            return os.pwrite(self.descriptor, data.reshape(-1).view(np.uint8).data, self._offset + at) == data.nbytes
+        except OSError:
+            return False
 
 
 def open_regular_file(path: Path) -> int:
@@ -75,50 +69,6 @@ def open_regular_file(path: Path) -> int:
         os.close(descriptor)
         raise OSError(errno.EPERM, "not a regular file with one name")
     return descriptor
-
-
-def check_system() -> None:
-    """Raise :class:`ConfigError` if this process may not copy as :meth:`SharedFile.write` does."""
-    source, target = ctypes.c_char(b"1"), ctypes.c_char(b"0")
-    if _copy(ctypes.addressof(source), ctypes.addressof(target), 1) != 1:
-        raise ConfigError(
-            "shared_memory needs the system call process_vm_writev, which is not allowed here: allow it in the"
-            " container's seccomp profile, or leave shared_memory out"
-        )
-
-
-class _Span(ctypes.Structure):
-    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.process_vm_writev.restype = ctypes.c_ssize_t
-_libc.process_vm_writev.argtypes = (
-    ctypes.c_int,
-    ctypes.POINTER(_Span),
-    ctypes.c_ulong,
-    ctypes.POINTER(_Span),
-    ctypes.c_ulong,
-    ctypes.c_ulong,
-)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_MAP_FAILED = ctypes.c_void_p(-1).value
-
-
-def _map(descriptor: int, offset: int, nbytes: int) -> int:
-    """Return the address of ``nbytes`` of the file, which may be shorter now: Python's own mmap would refuse that."""
-    address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, offset)
-    if address in (None, _MAP_FAILED):
-        raise InvalidRequest(f"{nbytes} bytes from offset {offset} of the shared memory cannot be mapped")
-    return int(address)
-
-
-def _copy(source: int, target: int, nbytes: int) -> int:
-    """Have the kernel copy within this process; return the number of bytes copied before it met missing memory."""
-    done = _libc.process_vm_writev(os.getpid(), _Span(source, nbytes), 1, _Span(target, nbytes), 1, 0)
-    return max(int(done), 0)
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
@@ -152,7 +102,7 @@ class RegionSlice:
                 f"{data.nbytes} bytes do not fit into the {self._byte_size} from offset {self._at} of shared memory"
                 f" region {quoted(self._name)}; ask for more of them"
             )
-        if data.nbytes and self._file.write(self._at, np.ascontiguousarray(data)) < data.nbytes:
+        if data.nbytes and not self._file.write(self._at, np.ascontiguousarray(data)):
             raise self._shrunk()
 
     def _shrunk(self) -> InvalidRequest:
@@ -190,7 +140,7 @@ class RegionTable:
         known = self._registered.get(region.name)
         if known is not None and known.region == region and known.file.is_same_file(descriptor):
             return
-        self._add(region, SharedFile(os.dup(descriptor), region.offset, region.byte_size, may_be_short=True))
+        self._add(region, SharedFile(os.dup(descriptor), region.offset))
 
     def descriptor(self, name: str) -> int:
         """Return the descriptor of this region's file; it is valid as long as the region is registered."""
@@ -239,7 +189,13 @@ class RegionTable:
             descriptor = open_regular_file(self._directory / file)
         except (OSError, UnicodeEncodeError):  # no reason given: it would tell clients about files of others
             raise self._not_usable(region) from None
-        return SharedFile(descriptor, region.offset, region.byte_size)
+        opened = SharedFile(descriptor, region.offset)
+        if not opened.holds(0, region.byte_size):
+            raise InvalidRequest(
+                f"{region.byte_size} bytes from offset {region.offset} end beyond the"
+                f" {os.fstat(descriptor).st_size} bytes of the shared memory"
+            )
+        return opened
 
     def _not_usable(self, region: Region) -> InvalidRequest:
         return InvalidRequest(

@@ -28,7 +28,6 @@ from bf16kit.service.models.loads import Loads
 from bf16kit.service.models.opened import open_artifact
 from bf16kit.service.models.plan import DesiredModel, Directory, Plan, desired_model_of, directories_in
 from bf16kit.service.models.repository import Repository
-from bf16kit.service.regions import check_system
 from bf16kit.service.server import open_tracing
 from bf16kit.service.telemetry.metrics import Metrics
 
@@ -124,7 +123,6 @@ def _tokens(config: ServerConfig) -> str:
 def _shared_memory(config: ServerConfig) -> str:
     if not config.shared_memory:
         return "off"
-    check_system()
     return f"on, for files of /dev/shm whose names begin with {config.region_prefix!r}"
 
 

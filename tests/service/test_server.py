@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from forbidden import without
 from loopback import LoopbackModel, LoopbackRegistry
 
 from bf16kit.messages.errors import ConfigError, InvalidRequest
@@ -87,9 +86,3 @@ def test_a_variable_turns_shared_memory_on_for_names_with_a_prefix(
 def test_a_prefix_that_no_plain_file_name_can_begin_with_is_rejected(tmp_path: Path, prefix: object) -> None:
     with pytest.raises(ConfigError, match=r"'shared_memory' is .*give true, false, the start of a file's name"):
         load_config({"repository": tmp_path, "shared_memory": prefix or [prefix]})
-
-
-def test_a_system_that_forbids_safe_copies_is_an_error_at_start(tmp_path: Path) -> None:
-    config = load_config({"repository": tmp_path, "shared_memory": True})
-    with pytest.raises(ConfigError, match="needs the system call process_vm_writev, which is not allowed here"):
-        without("process_vm_writev", lambda: open_regions(config))

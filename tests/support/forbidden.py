@@ -8,10 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
-_NUMBERS = {
-    "x86_64": {"process_vm_writev": 311, "renameat2": 316},
-    "aarch64": {"process_vm_writev": 271, "renameat2": 276},
-}
+_NUMBERS = {"x86_64": {"renameat2": 316}, "aarch64": {"renameat2": 276}}
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06  # BPF
 _EPERM, _ALLOW = 0x00050001, 0x7FFF0000
 _NO_NEW_PRIVILEGES, _SECCOMP, _FILTER = 38, 22, 2  # of prctl()

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from multiprocessing import shared_memory
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from bf16kit.messages.errors import AlreadyExists, InvalidRequest
@@ -85,22 +84,6 @@ def test_anything_but_a_plain_file_with_one_name_gets_the_same_error(tmp_path: P
                 regions.register(Region("r", f"bf16kit-{name}", 0, 1))
             texts.add(str(refused.value).replace(name, ""))
         assert len(texts) == 1, "why, is not said: it would tell which files there are"
-
-
-def test_a_file_that_shrinks_right_after_the_check_does_not_grow(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, regions = make("late", 8192), table()
-    regions.register(region(path, byte_size=8192))
-    look = os.fstat
-
-    def look_and_shrink(descriptor: int) -> os.stat_result:
-        found = look(descriptor)
-        os.truncate(path, 4096)
-        return found
-
-    monkeypatch.setattr(os, "fstat", look_and_shrink)
-    with pytest.raises(InvalidRequest, match="'r' has been shrunk since it was registered"):
-        regions.lease("r", 0, 8192).write(np.ones(8192, np.uint8))
-    assert path.read_bytes() == b"\1" * 4096, "what is left of it is written to"
 
 
 def test_another_process_adopts_the_registered_file_even_if_it_was_renamed(make: Make) -> None:
