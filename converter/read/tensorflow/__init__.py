@@ -50,7 +50,7 @@ _FIXED = {
 _TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-aarch64", "tf-nightly")
 _VERSIONS_SCRIPT = """
 import importlib.metadata, json
-print(json.dumps({str(found.metadata["Name"]).lower(): found.version for found in importlib.metadata.distributions()}))
+print(json.dumps({str(found.metadata["Name"]): found.version for found in importlib.metadata.distributions()}))
 """
 
 
@@ -136,12 +136,13 @@ def find() -> Environment:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
         said = done.stderr.strip() or done.stdout.strip()
-        installed = dict(json.loads(done.stdout))
+        listed = dict(json.loads(done.stdout)).items()
     except (OSError, ValueError, TypeError, subprocess.TimeoutExpired) as error:
         raise UsageError(
             f"{python}: cannot be run as a Python: {brief(said or error)}; {VARIABLE} names the python of an"
             " environment with TensorFlow"
         ) from None
+    installed = {re.sub("[-_.]+", "-", name).lower(): version for name, version in listed}  # some write tensorflow_cpu
     tensorflow = next(filter(None, map(installed.get, _TENSORFLOWS)), "")
     versions = {"tensorflow": tensorflow, "tf2onnx": installed.get("tf2onnx", "")}
     return Environment(python, versions, [name for name, version in versions.items() if not version])

@@ -147,7 +147,7 @@ def test_a_failure_on_a_random_sample_is_recorded(cli: Cli, model: Model, target
 def test_without_tensorflow_the_error_gives_the_commands_that_install_it(
     cli: Cli, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(tensorflow.VARIABLE, str(stand_in(tmp_path / "bare", "", {"tf-nightly": "2.22"})))
+    monkeypatch.setenv(tensorflow.VARIABLE, str(stand_in(tmp_path / "bare", "", {"tensorflow_CPU": "2.22"})))
     refused = cli("checkpoint", _saved(tmp_path), "--trust-code", "--out", target)
     refused.refused(2, "bare lacks tf2onnx;", *tensorflow.PREPARE)
     monkeypatch.delenv(tensorflow.VARIABLE)
