@@ -179,10 +179,12 @@ def _by_name(reference: Callable[..., Any], model: Model) -> Callable[[Mapping[s
             found = feed_of(answer, model.outputs)
         except InvalidRequest as error:
             raise SamplesError(f"what the reference returned does not fit: {error}") from None
-        for name, shape in ((spec.name, spec.shape) for spec in model.outputs):
+        edges = [(spec.shape, feed[spec.name].shape) for spec in model.inputs]
+        sizes = {dim: size for dims, shape in edges for dim, size in zip(dims, shape, strict=True)}
+        for name, dims in ((spec.name, spec.shape) for spec in model.outputs):
             if name not in found:
                 raise SamplesError(f"the reference returned no output {name!r}; it returned {', '.join(found)}")
-            other = found[name].shape
+            other, shape = found[name].shape, tuple(sizes.get(dim, dim) for dim in dims)
             pairs = zip(other, shape, strict=False)
             if len(other) != len(shape) or any(size != dim for size, dim in pairs if isinstance(dim, int)):
                 raise SamplesError(f"the reference returned {name}{describe(other)}, the model's is {describe(shape)}")

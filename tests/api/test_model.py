@@ -113,9 +113,10 @@ def test_a_reference_that_cannot_be_compared_with_is_refused(model: bf16kit.Mode
     for reference, said in (
         (lambda given: np.full((len(given), 10), np.nan, np.float32), "gives NaN for sample 0"),
         (lambda given: {"other": given}, "the reference returned no output 'output'; it returned other"),
-        (lambda given: given[:, :3], "the reference returned output[128,3], the model's is [batch,10]"),
-        (lambda given: None, "the reference returned output[], the model's is [batch,10]"),
-        (lambda given: (), "the reference returned output[0], the model's is [batch,10]"),
+        (lambda given: given[:, :3], "the reference returned output[128,3], the model's is [128,10]"),
+        (lambda given: None, "the reference returned output[], the model's is [128,10]"),
+        (lambda given: given[1:, :10], "the reference returned output[127,10], the model's is [128,10]"),
+        (lambda given: (), "the reference returned output[0], the model's is [128,10]"),
     ):
         with pytest.raises(bf16kit.UsageError) as refused:
             bf16kit.compare(model, reference, x)
