@@ -53,12 +53,17 @@ def narrow_and_trace(model: TorchModel, path: Path, *, strictly: bool = False) -
 
 
 def refuse_changes(graph: Any, failed: str) -> None:
-    """Raise :class:`ConversionError` if the frozen ``graph`` changes a tensor of its module: requests run at once."""
+    """Raise :class:`ConversionError` if the frozen ``graph`` changes a tensor of its module: requests run at once.
+
+    Freezing made constants of the attributes that nothing changes. A trace does so with tensors that are no attributes,
+    such as ``torch.tensor([0.0])`` or a list's, changed or not.
+    """
     aliases = graph.alias_db()
     for node in scriptgraph.nodes(graph):
-        read = node.kind() == "prim::GetAttr"  # freezing made constants of the tensors that nothing changes
-        if node.kind() == "prim::SetAttr" or (read and aliases.has_writers(node.output())):
-            raise ConversionError(f"{failed}: it changes its own {node.s('name')!r}")
+        kept = node.kind() in ("prim::GetAttr", "prim::Constant")
+        if node.kind() == "prim::SetAttr" or (kept and aliases.has_writers(node.output())):
+            what = f"its own {node.s('name')!r}" if node.hasAttribute("name") else "a constant tensor, made only once"
+            raise ConversionError(f"{failed}: it changes {what}")
 
 
 @contextmanager

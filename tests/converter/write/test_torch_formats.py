@@ -119,6 +119,15 @@ class Branching(Mlp):
         return super().forward(x) if x.sum() > 0 else super().forward(-x)
 
 
+class Filling(Mlp):
+    """A module that fills a tensor which a trace makes a constant: requests at once would fill the same one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean = torch.tensor([0.0])
+        mean[0] = x.mean()
+        return super().forward(x - mean)
+
+
 @pytest.mark.parametrize(
     ("module", "format", "said"),
     [
@@ -126,6 +135,7 @@ class Branching(Mlp):
         (Branching, "pt2", "torch cannot export the model in bf16: "),
         (Counting, "pt2", "it changes its own buffer or input 'count'"),
         (Counting, "torchscript", "torch cannot trace the model in bf16: it changes its own 'count'"),
+        (Filling, "torchscript", "torch cannot trace the model in bf16: it changes a constant tensor, made only once"),
     ],
 )
 def test_a_module_that_torch_cannot_write_is_reported_and_no_file_is_left(
