@@ -155,7 +155,7 @@ def test_a_child_that_cannot_be_started_is_tried_again_with_growing_pauses(
         child.maintain()
         assert child.pid is None, "not yet"
         clock.now += 0.02
-    assert open_files() == opened, "nothing is left open"
+    assert open_files() <= opened, "nothing is left open"
     assert children_of(os.getpid()) == before, "nor running"
     child.maintain()
     assert child.pid is not None
