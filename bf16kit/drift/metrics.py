@@ -111,7 +111,7 @@ def compare(
     classes = reference.shape[-1] if ranked else None
     noise = SliceSums(spec, batch_axis) if has_slices(reference) else None
     rows: list[SampleDrift] = []
-    for block in _blocks(r):
+    for block in blocks(r):
         judged, error, nonfinite = difference(r[block], c[block])
         agreeing = equal(r[block], c[block]) if spec.labels else top1(r[block], c[block], judged, classes)
         rows += _sample_drifts(judged, error, nonfinite, *agreeing)
@@ -134,7 +134,8 @@ def samples_first(array: NDArray[Any], batch_axis: int | None) -> NDArray[Any]:
     return np.moveaxis(array, batch_axis, 0)
 
 
-def _blocks(array: NDArray[Any]) -> Iterator[slice]:
+def blocks(array: NDArray[Any]) -> Iterator[slice]:
+    """Yield the samples of ``[samples, *axes]`` in parts of up to :data:`_BLOCK` elements, at least one sample each."""
     step = max(1, _BLOCK // max(1, math.prod(array.shape[1:])))
     return (slice(start, start + step) for start in range(0, len(array), step))
 
@@ -147,7 +148,7 @@ def add_variation(variation: Variation, reference: NDArray[Any], batch_axis: int
     samples = samples_first(reference, batch_axis)
     if len(samples) > 1:
         samples = samples[np.random.default_rng(len(samples)).permutation(len(samples))]
-    for block in _blocks(samples):
+    for block in blocks(samples):
         variation.add(difference(samples[block], samples[block])[0])
 
 

@@ -1,6 +1,7 @@
 """The reference is certified against the source's own outputs, computed before the converter changes anything."""
 
 import math
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,17 @@ def _with(value: float) -> NDArray[Any]:
 )
 def test_the_distance_between_outputs(own: NDArray[Any], other: NDArray[Any], relative_l2: float) -> None:
     assert measure_distance(own, other).relative_l2 == pytest.approx(relative_l2, rel=0.2)
+
+
+def test_the_distance_takes_memory_for_a_block_of_samples() -> None:
+    """Logits of a batch are gigabytes, and float64 with its masks takes sixteen times the memory of fp32."""
+    own = np.ones((16, 1 << 18), np.float32)
+    tracemalloc.start()
+    try:
+        assert measure_distance(own, 2 * own).relative_l2 == 0.5
+        assert tracemalloc.get_traced_memory()[1] < 7 * own.nbytes
+    finally:
+        tracemalloc.stop()
 
 
 def test_perturbing_moves_values_by_ulps_and_leaves_extreme_values_unchanged() -> None:
