@@ -65,7 +65,7 @@ class Convolution:
     @property
     def panelled(self) -> bool:
         """Whether the weight is stored in panels."""
-        return not (self.depthwise or isinstance(self, Upsampling))
+        return not self.depthwise
 
     @property
     def channels(self) -> int:
@@ -107,6 +107,10 @@ class Upsampling(Convolution):
 
     cell: tuple[int, ...]
     cut: tuple[int, ...]
+
+    @property
+    def panelled(self) -> bool:
+        return False
 
     @property
     def channels(self) -> int:
