@@ -58,7 +58,7 @@ def name_everything(model: ir.Model) -> None:
             node.name = nodes.make(node.name or f"{node.op_type}_{position}")
         seen.add(node.name)
         for index, output in enumerate(node.outputs):
-            if output.name is None and output.uses():
+            if output.name is None:  # used or not: outputs are told apart by position, and "" is one left out
                 output.name = values.make(f"{node.name}:{index}")
 
 

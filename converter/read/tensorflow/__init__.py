@@ -74,7 +74,8 @@ def read(options: Options, kind: Kind, advance: Advance) -> Source:
     for node in graph.graph.all_nodes():
         node.name = _CALLS.sub("", node.name or "")  # the converter makes names unique, and names values by their nodes
         for value in node.outputs:
-            value.name = value.name if value.is_graph_output() else None
+            if value.name and not value.is_graph_output():  # "" is an output that is left out
+                value.name = None
     stored = child.variables()
     tensors, notes = _weights(options.source, stored, graph)
     inputs, outputs = resolve_edges(graph, options.inputs)

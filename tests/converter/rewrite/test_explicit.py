@@ -95,6 +95,28 @@ def test_shapes_and_constants_without_an_output_are_not_tensors_of_the_file() ->
 _STEPS = (name_everything, constants_to_initializers, hoist_initializers)
 
 
+def test_unnamed_outputs_before_a_used_one_are_named_and_the_graph_keeps_its_inputs() -> None:
+    """onnx_ir cannot write an output without a name, and shape inference then left all weights among the inputs."""
+    model = ir.from_proto(
+        graphs.parsed(
+            """(float[batch, 16] x, int64 steps) => (float[3, batch, 16] y) {
+                last, y = Loop <body = body (int64 i, bool go, float[batch, 16] h)
+                                    => (bool go_next, float[batch, 16] h_next, float[batch, 16] each) {
+                    m = MatMul (h, captured) h_next = Tanh (m) each = Identity (m) go_next = Identity (go)
+                }> (steps, , x)
+            }""",
+            captured=graphs.values(16, 16),
+        )
+    )
+    for node in model.graph.all_nodes():
+        for output in node.outputs:
+            output.name = output.name if output.is_graph_output() else None
+    run([*_STEPS, infer_types], model)
+    assert [value.name for value in model.graph.inputs] == ["x", "steps"]
+    assert list(model.graph.initializers) == ["captured"]
+    onnx.checker.check_model(ir.to_proto(model), full_check=True)
+
+
 def _choice(branch: Callable[[str, int], GraphProto], shape: list[int | str]) -> ModelProto:
     choice = helper.make_node("If", ["flag"], ["y"], then_branch=branch("a", 1), else_branch=branch("b", 2))
     inputs = [graphs.edge("x", ["batch", 16]), graphs.edge("flag", [], onnx.TensorProto.BOOL)]
