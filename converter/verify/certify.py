@@ -246,7 +246,7 @@ def _write_golden(certified: Certified, stage: StagingArtifact, options: Options
     if chosen != Place():
         certified.notes.append(
             f"the golden samples, on which a server checks each start, are {describe(expected, chosen)}: the first on"
-            " which every profile is within budget"
+            " which every profile of the artifact is within budget"
         )
     for profile, drifts in found.items():
         breaches = find_breaches(budget, [golden_part(drifts, chosen)])
