@@ -63,7 +63,9 @@ def refuse_changes(graph: Any, failed: str) -> None:
         kept = node.kind() in ("prim::GetAttr", "prim::Constant")
         if node.kind() == "prim::SetAttr" or (kept and aliases.has_writers(node.output())):
             what = f"its own {node.s('name')!r}" if node.hasAttribute("name") else "a constant tensor, made only once"
-            raise ConversionError(f"{failed}: it changes {what}")
+            raise ConversionError(
+                f"{failed}: it changes {what}, which requests at once share; return a new tensor instead"
+            )
 
 
 @contextmanager
