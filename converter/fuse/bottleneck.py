@@ -42,7 +42,7 @@ def bottlenecks(convolutions: Iterable[Convolution]) -> Iterator[tuple[Convoluti
 
 def _mixes(found: Convolution) -> bool:
     """Whether ``found`` mixes the channels of each pixel by itself."""
-    if found.depthwise or found.groups > 1 or found.node.op_type != "Conv" or min(found.n, found.channels) < _LEAST:
+    if not found.panelled or found.groups > 1 or min(found.n, found.channels) < _LEAST:
         return False
     windows = found.windows()
     return {*windows["kernel_shape"], *windows["strides"]} == {1} and not any(windows["pads"])

@@ -12,9 +12,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
 import onnx.parser
 import onnx_ir as ir
 
+from bf16kit.converter.graph.initializers import initializer
 from bf16kit.converter.graph.names import FreshNames, all_value_names
 from bf16kit.numerics.panels import WIDTH
 from bf16kit.runtime.ort.kernel import DOMAIN
@@ -85,6 +87,13 @@ class Fusing:
         output.name, output.type, output.shape = node.name, kind, None if shape is None else ir.Shape(shape)
         self.graph.insert_before(before, node)
         return output
+
+    def integers(self, kind: str, *numbers: int) -> ir.Value:
+        """Return an initializer of ``numbers``, named after ``kind`` and them; equal ones of a kind are shared."""
+        if (kind, numbers) not in self.made:
+            name = self.fresh(f"{kind}/{'x'.join(map(str, numbers))}")
+            self.made[kind, numbers] = initializer(self.graph, name, ir.tensor(np.array(numbers, np.int64), name=name))
+        return self.made[kind, numbers]
 
     def operator(
         self,

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 
 from bf16kit.artifact.manifest import TensorEntry
@@ -190,14 +189,8 @@ def _matrix(
         if len(entry.shape) == 2:
             return matrix
         n, channels, *window = entry.shape
-        images = add("Reshape", [matrix, sizes(n, *window, channels)], (n, *window, channels))
+        images = add("Reshape", [matrix, graph.integers("shape", n, *window, channels)], (n, *window, channels))
         return add("Transpose", [images], entry.shape, perm=[0, len(window) + 1, *range(1, len(window) + 1)])
-
-    def sizes(*shape: int) -> ir.Value:
-        if shape not in graph.made:  # equal shapes share one constant
-            name = graph.fresh(f"shape/{'x'.join(map(str, shape))}")
-            graph.made[shape] = initializer(graph.graph, name, ir.tensor(np.array(shape, np.int64), name=name))
-        return graph.made[shape]
 
     own = (count, k, WIDTH) if count else (k, tail)
     name = value.name or ""
@@ -207,7 +200,7 @@ def _matrix(
         return as_stored(turned(value, n))
     perm, moved = ([0, 2, 1], (count, WIDTH, k)) if columns_first else ([1, 0, 2], (k, count, WIDTH))
     shape = (count * WIDTH, k) if columns_first else (k, count * WIDTH)
-    whole = add("Reshape", [add("Transpose", [value], moved, perm=perm), sizes(*shape)], shape)
+    whole = add("Reshape", [add("Transpose", [value], moved, perm=perm), graph.integers("shape", *shape)], shape)
     if tail == 0:
         return as_stored(whole)
     name = graph.fresh(f"{value.name}/last")

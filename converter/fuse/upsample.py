@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from bf16kit.converter.fuse.functions import Fusing
-from bf16kit.converter.graph.initializers import const_dims, initializer, known_shape
+from bf16kit.converter.graph.initializers import const_dims, known_shape
 from bf16kit.numerics.panels import WIDTH
 
 
@@ -28,14 +28,15 @@ def panels(fusing: Fusing, node: ir.Node, cell: Sequence[int]) -> ir.Value:
     channels, outputs, *window = const_dims(weight)
     steps = [size // each for size, each in zip(window, cell, strict=True)]
     pairs = [size for both in zip(steps, cell, strict=True) for size in both]
-    value = _add(fusing, node, "Reshape", [weight, _constant(fusing, channels, outputs, *pairs)])
+    value = _add(fusing, node, "Reshape", [weight, fusing.integers("constant", channels, outputs, *pairs)])
     for axis, count in zip(range(2, 2 + len(pairs), 2), steps, strict=True):
         if count > 1:
-            value = _add(fusing, node, "Gather", [value, _constant(fusing, *reversed(range(count)))], axis=axis)
+            backwards = fusing.integers("constant", *reversed(range(count)))
+            value = _add(fusing, node, "Gather", [value, backwards], axis=axis)
     order = [*range(2, 2 + len(pairs), 2), 0, *range(3, 3 + len(pairs), 2), 1]
     value = _add(fusing, node, "Transpose", [value], perm=order)
     k, n = math.prod(steps) * channels, math.prod(cell) * outputs
-    value = _add(fusing, node, "Reshape", [value, _constant(fusing, k, n // WIDTH, WIDTH)])
+    value = _add(fusing, node, "Reshape", [value, fusing.integers("constant", k, n // WIDTH, WIDTH)])
     return _add(fusing, node, "Transpose", [value], perm=[1, 0, 2])
 
 
@@ -57,25 +58,18 @@ def put_together(fusing: Fusing, node: ir.Node, cells: ir.Value, cell: Sequence[
     ]
     value = cells
     if across:
-        value = _add(fusing, node, "Reshape", [value, _constant(fusing, 0, 0, 0, first, across[0] * channels)])
+        lines = fusing.integers("constant", 0, 0, 0, first, across[0] * channels)
+        value = _add(fusing, node, "Reshape", [value, lines])
         value = _add(fusing, node, "Transpose", [value], perm=[0, 1, 3, 2, 4])
-    value = _add(fusing, node, "Reshape", [value, _constant(fusing, 0, high, *wide, channels)])
+    value = _add(fusing, node, "Reshape", [value, fusing.integers("constant", 0, high, *wide, channels)])
     if any(cut):
         rank = len(cell)
         ends = [-size if size else np.iinfo(np.int64).max for size in cut[rank:]]
         bounds = cut[:rank], ends, range(1, rank + 1)
-        value = _add(fusing, node, "Slice", [value, *(_constant(fusing, *each) for each in bounds)])
+        value = _add(fusing, node, "Slice", [value, *(fusing.integers("constant", *each) for each in bounds)])
     return value
 
 
 def _add(fusing: Fusing, node: ir.Node, op: str, inputs: Sequence[ir.Value | None], **attributes: Any) -> ir.Value:
     made = ir.node(op, inputs, attributes)
     return fusing.insert(made, node, f"{node.name}/{op.lower()}", ir.TensorType(ir.DataType.FLOAT), None)
-
-
-def _constant(fusing: Fusing, *numbers: int) -> ir.Value:
-    if ("constant", numbers) not in fusing.made:  # equal ones are shared
-        name = fusing.fresh(f"constant/{'x'.join(map(str, numbers))}")
-        tensor = ir.tensor(np.array(numbers, np.int64), name=name)
-        fusing.made["constant", numbers] = initializer(fusing.graph, name, tensor)
-    return fusing.made["constant", numbers]

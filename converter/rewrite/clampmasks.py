@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
@@ -48,8 +46,7 @@ def is_weight(value: ir.Value) -> bool:
     A table that Gather reads is a weight. A Gather after another movement does not count: it more likely looks up a
     mask by position.
     """
-    readers: Collection[str] = WEIGHTED
-    reached, waiting = {value}, [value]
+    readers, reached, waiting = WEIGHTED, {value}, [value]
     for each in waiting:  # which grows
         uses = [(use.node, use.idx) for use in each.uses()]
         if any(node.op_type in readers for node, _ in uses):
