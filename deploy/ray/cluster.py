@@ -55,6 +55,8 @@ def join(address: str | None, config: ServerConfig, proxies: str) -> None:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     source = "--address" if address else "RAY_ADDRESS"
     address = address or os.environ.get("RAY_ADDRESS") or _NEW_CLUSTER
+    if address == _NEW_CLUSTER:  # before it starts, which takes seconds
+        _check_ports(config)
     try:
         check_reachable(address)
         ray.init(address=address, include_dashboard=False if address == _NEW_CLUSTER else None, logging_level="WARNING")
@@ -65,11 +67,7 @@ def join(address: str | None, config: ServerConfig, proxies: str) -> None:
     if serve.status().proxies:
         _log.warning("Ray Serve runs in this cluster already: its ports stay those that it was started with")
     elif not address.startswith("ray://"):  # else this machine does not belong to the cluster
-        for host, port, flag in (
-            ("0.0.0.0", config.grpc_port, "--grpc-port"),  # noqa: S104 -- where Ray listens, whatever it is told
-            (config.host, config.http_port, "--http-port"),
-        ):
-            listen(host, port, flag).close()
+        _check_ports(config)
     functions = {"grpc_servicer_functions": [SERVICER_FUNCTION], "enable_reflection": True}
     with _going_on_without_proxies():
         serve.start(
@@ -78,6 +76,14 @@ def join(address: str | None, config: ServerConfig, proxies: str) -> None:
             grpc_options={"port": config.grpc_port, **functions},
             logging_config=_LOGGING,
         )
+
+
+def _check_ports(config: ServerConfig) -> None:
+    for host, port, flag in (
+        ("0.0.0.0", config.grpc_port, "--grpc-port"),  # noqa: S104 -- where Ray listens, whatever it is told
+        (config.host, config.http_port, "--http-port"),
+    ):
+        listen(host, port, flag).close()
 
 
 def front_target(config: ServerConfig, scaling: Scaling) -> serve.RunTarget:
