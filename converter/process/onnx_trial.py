@@ -11,7 +11,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,7 @@ def _open_and_run(path: Path) -> None:
         # One thread: ONNX Runtime waits forever for those that the limit on memory does not allow.
         session = open_session(path, threads=1, pack=False)
     except RuntimeFailure as error:
-        _check_memory(error)
+        _check_memory(error, (*_NO_MEMORY, *_NO_SIZE))  # releases that compute constants here know their sizes
         raise
     overflow = ""
     for feeds in _feeds(session):
@@ -178,8 +178,8 @@ def _open_and_run(path: Path) -> None:
         raise MemoryError(overflow)
 
 
-def _check_memory(error: Exception) -> None:
-    if any(text in str(error) for text in _NO_MEMORY):
+def _check_memory(error: Exception, texts: Sequence[str] = _NO_MEMORY) -> None:
+    if any(text in str(error) for text in texts):
         raise MemoryError from error
 
 
