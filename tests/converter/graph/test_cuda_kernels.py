@@ -37,6 +37,7 @@ def _install(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
         return SimpleNamespace(version=version)
 
     monkeypatch.setattr(metadata.Distribution, "from_name", found)
+    monkeypatch.setattr(onnxruntime, "__version__", version or onnxruntime.__version__)
     kernel_table.cache_clear()
 
 
