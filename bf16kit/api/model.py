@@ -63,9 +63,9 @@ class Model:
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Array]:
         names = [spec.name for spec in self.inputs]
-        if len(args) > len(names):
-            raise InvalidRequest(f"{len(args)} inputs are given; the model's inputs are {', '.join(names)}")
         alone = len(args) == 1 and isinstance(args[0], Mapping)
+        if len(args) > len(names) and not alone:
+            raise InvalidRequest(f"{len(args)} inputs are given; the model's inputs are {', '.join(names) or 'none'}")
         feed = feed_of({**(args[0] if alone else dict(zip(names, args, strict=False))), **kwargs}, self.inputs)
         check_feeds(self.inputs, feed)
         return self._loaded.runtime.run({name: array.copy(order="C") for name, array in feed.items()})

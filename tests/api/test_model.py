@@ -10,6 +10,7 @@ import torch
 from architectures import Mlp
 
 import bf16kit
+import graphs
 from bf16kit.numerics.tensors import Array
 
 
@@ -41,6 +42,17 @@ def test_a_model_takes_numpy_and_torch_by_position_by_name_and_as_a_mapping(mode
         ("output", ("batch", 10)),
     ]
     assert "x float32[batch,16] → output float32[batch,10]" in repr(model)
+
+
+def test_a_model_without_inputs_takes_an_empty_mapping(tmp_path: Path) -> None:
+    source = graphs.parsed(
+        "() => (float[16, 32] y) { y = MatMul (a, w) }", a=graphs.values(16, 16), w=graphs.values(16, 32)
+    )
+    made = bf16kit.convert(source, out=tmp_path / "m" / "1", samples=[{}], report=False)
+    with bf16kit.load(made.path) as model:
+        assert np.array_equal(model({})["y"], model()["y"])
+        with pytest.raises(bf16kit.InvalidRequest, match="1 inputs are given; the model's inputs are none"):
+            model(1)
 
 
 @pytest.mark.parametrize(
