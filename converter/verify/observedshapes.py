@@ -53,10 +53,10 @@ def with_observed_shapes(
     given = [corrected_by(spec, [run[spec.name] for run in runs]) for spec in declared]
     outputs = reconciled([*inputs, *name_dimensions(given, known=inputs)], runs)[len(inputs) :]
     notes = [
-        f"output {was.name!r} is declared as {describe(was.shape)}, but the model gives"
-        f" {describe(runs[0][was.name])}; the artifact declares {describe(now.shape)}"
-        for was, found, now in zip(declared, given, outputs, strict=True)
-        if found != was
+        f"output {was.name!r} is declared as {describe(was.shape)}, but the model gives {describe(others[0])}; the"
+        f" artifact declares {describe(now.shape)}"
+        for was, now in zip(declared, outputs, strict=True)
+        if (others := [run[was.name] for run in runs if corrected_by(was, [run[was.name]]) != was])
     ]
     entries = [SpecEntry.of(spec) for spec in outputs]
     if axis is not None:

@@ -117,6 +117,14 @@ def test_an_output_whose_rank_depends_on_the_sample_is_rejected_by_name(small: A
         with_observed_shapes(small.manifest, [{"x": np.zeros((2, 16))}] * 3, found, None)
 
 
+def test_the_note_on_a_shape_shows_one_that_contradicts_the_declared_one(small: Artifact) -> None:
+    found = [{"y": np.zeros(shape)} for shape in ((2, 16), (2, 15))]
+    _, notes = with_observed_shapes(small.manifest, [{"x": np.zeros((2, 16))}] * 2, found, None)
+    assert notes == [
+        "output 'y' is declared as [batch,16], but the model gives [2,15]; the artifact declares [batch,y_1]"
+    ]
+
+
 PAIR = [{"x": np.arange(8, dtype=np.float32).reshape(2, 4)}]
 THREE = [{"x": np.arange(12, dtype=np.float32).reshape(3, 4)}]
 FILLS = (-1e9, 1e9, np.inf, -np.inf, np.nan)
