@@ -43,17 +43,17 @@ class Trace:
     depth: Mapping[ir.Value, int]
 
     def layers(self) -> list[LayerEntry]:
-        """Return every node whose result both graphs have, in the order of the source's graph.
+        """Return every node of which both graphs have a result, in the order of the source's graph.
 
         Nodes whose result went into a fused operator, or is not fp32, are left out.
         """
-        return [self.layer(node) for node in self.graph if node.outputs[0] in self.sqnr]
+        return [self.layer(node) for node in self.graph if not self.sqnr.keys().isdisjoint(node.outputs)]
 
     def layer(self, node: ir.Node) -> LayerEntry:
         """Return ``node`` as a layer; if its result went into a fused operator, with the SQNR of that one's result."""
-        seen = node.outputs[0]
-        while seen not in self.sqnr:
-            seen = next(use.node for use in seen.uses()).outputs[0]
+        results = [*node.outputs]  # the first may be left out, as that of an LSTM of which only the last state is read
+        while (seen := results.pop(0)) not in self.sqnr:
+            results += [output for use in seen.uses() for output in use.node.outputs]
         inputs = (v for v in node.inputs if v is not None and v.name and v.is_initializer() and v.shape)
         # Equal tensors are stored once, under the name of the first: that names no layer.
         weights = (v.name or "" for v in inputs if len({use.node for use in v.uses()}) == 1)

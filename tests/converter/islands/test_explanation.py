@@ -89,6 +89,20 @@ def test_the_text_says_of_a_sound_artifact_that_no_remedy_is_needed(cli: Cli, sm
 
 
 @pytest.mark.long
+def test_a_node_without_its_first_output_is_named_too(cli: Cli, target: Path) -> None:
+    """The last state of a chaotic recurrence: noise doubles with each step."""
+    model = graphs.parsed(
+        "(float[20, batch, 16] x) => (float[1, batch, 32] y) { [rnn] , y = RNN <hidden_size = 32> (x, w, r) }",
+        w=graphs.values(1, 32, 16),
+        r=graphs.values(1, 32, 32, seed=1, scale=0.5),
+    )
+    found = explained(cli, model, target, "cpu")
+    assert isinstance(found["layers"], list)
+    assert isinstance(found["leaves"], dict)
+    assert ([each["name"] for each in found["layers"]], found["leaves"]["name"]) == (["rnn"], "rnn")
+
+
+@pytest.mark.long
 def test_a_profile_that_is_over_another_bound_than_relative_l2_is_explained_too(cli: Cli, target: Path) -> None:
     """On a level of 1,000 bf16 rounds away what the outputs differ by, and each layer has its predicted SQNR."""
     model = graphs.mlp()
