@@ -46,9 +46,11 @@ def read_graph(path: Path) -> tuple[ir.Model, list[Path]]:
     """Return the model, its external data memory-mapped, and the files it consists of.
 
     Raises :class:`SourceError` when it is damaged, or when external data is missing or outside the model's directory,
-    and :class:`ConversionError` when an input or output is no tensor that bf16kit serves, a constant is sparse, or
-    ONNX Runtime cannot open it (:mod:`bf16kit.converter.process.onnx_trial`).
+    and :class:`ConversionError` when an input or output is no tensor that bf16kit serves, a constant is sparse, its
+    opset is too new, or ONNX Runtime cannot open it (:mod:`bf16kit.converter.process.onnx_trial`).
     """
+    from bf16kit.converter.rewrite.lowering import check_opset
+
     try:
         with quiet():
             model, files = _load(path)
@@ -64,7 +66,9 @@ def read_graph(path: Path) -> tuple[ir.Model, list[Path]]:
         model.graph.inputs.remove(value)
     _correct_initializer_types(model)
     _keep_names_of_inputs(model)
-    input_specs(model), output_specs(model)  # raises a better error than ONNX's checker for a missing type or shape
+    # These raise better errors than ONNX's checker and ONNX Runtime, for a missing type or shape, and for an opset.
+    input_specs(model), output_specs(model)
+    check_opset(model)
     onnx_trial.check(path)
     return model, files
 
