@@ -50,6 +50,7 @@ _RESOLVED = 2.0**-4
 _MISSED = 16.0
 _RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike"})
 _RANDOM |= {"RandomUniform", "RandomUniformLike"}
+_TRAINS = ("Dropout", 3)  # and its inputs, if the last says that it trains
 _ULPS = 2.0**-22  # of the output's largest value: two programs may differ by that even where no weight matters
 
 
@@ -85,10 +86,10 @@ def run_oracle(source: Source, feeds: Sequence[Feeds], scratch: Path) -> OracleR
     unstable = [n for n, array in outputs[0].items() if measure_distance(array, again[n]).relative_l2 > FLOOR]
     if unstable:
         nodes = () if source.graph is None else source.graph.graph.all_nodes()
-        for node in (node for node in nodes if node.op_type in _RANDOM):
+        for node in (node for node in nodes if node.op_type in _RANDOM or (node.op_type, len(node.inputs)) == _TRAINS):
             raise ConversionError(
                 f"node {node.name!r} ({node.op_type}) draws random numbers, so output {unstable[0]!r} differs from run"
-                " to run, and drift cannot be measured; make the noise an input of the model"
+                " to run, and drift cannot be measured; export the model in evaluation mode, or make the noise an input"
             )
         return OracleRun((), f"{oracle.how} gives different outputs for the same input (output {unstable[0]!r})")
     noise = None

@@ -73,12 +73,17 @@ def test_integers_that_the_graph_chose_by_score_are_labels_whatever_their_name(n
     assert [spec.kind for spec in output_specs(ir.from_proto(made))] == [kind]
 
 
-def test_a_graph_that_draws_random_numbers_is_refused_if_they_reach_an_output(tmp_path: Path) -> None:
-    """As of a variational autoencoder."""
-    text = "(float[n, 16] x) => (float[n, 16] y) { h = MatMul (x, w) [draw] z = RandomNormalLike (h) y = Add (h, z) }"
-    proto = graphs.parsed(text, w=graphs.values(16, 16))
+@pytest.mark.parametrize("noise", ["[draw] z = RandomNormalLike (h)", "[draw] z = Dropout (h, ratio, trains)"])
+def test_a_graph_that_draws_random_numbers_is_refused_if_they_reach_an_output(noise: str, tmp_path: Path) -> None:
+    """As of a variational autoencoder, or of a model that was exported in training mode."""
+    text = f"(float[n, 16] x) => (float[n, 16] y) {{ h = MatMul (x, w) {noise} y = Add (h, z) }}"
+    told = {"ratio": np.array(0.5, np.float32), "trains": np.array(True)} if "trains" in noise else {}
+    proto = graphs.parsed(text, w=graphs.values(16, 16), **told)
     proto.opset_import[0].version = 21  # the newest with the operator in ONNX Runtime
-    with pytest.raises(ConversionError, match=r"node 'draw' \(RandomNormalLike\) draws random numbers.*an input"):
+    said = (
+        r"node 'draw' \(\w+\) draws random numbers.*; export the model in evaluation mode, or make the noise an input"
+    )
+    with pytest.raises(ConversionError, match=said):
         _converted(tmp_path, proto)
 
 
