@@ -194,16 +194,22 @@ def emulate(model: ir.Model) -> None:
 
     Operators that only move or choose values need no rounding, because their inputs are bf16 values already. Nodes that
     put panels together still move bf16 weights, as in the cuda graph: widening first would double each copy. Ensures:
-    only initializers, values put together from them, and values between two casts are bf16. Only Shape may also read
-    those.
+    only the graph's edges, initializers, values put together from them, and values between two casts are bf16. Only
+    Shape may also read those.
     """
     graph, fresh = model.graph, FreshNames(all_value_names(model))
+    for index, output in enumerate(graph.outputs):
+        if output.dtype == BFLOAT16 and output.producer() is not None:  # as in the source; its node will give fp32
+            cast = _cast(output, BFLOAT16, fresh)
+            graph.append(cast)
+            graph.outputs[index] = cast.outputs[0]
+            output.name, cast.outputs[0].name = cast.outputs[0].name, output.name
     moves = _moves_of_weights(graph)
     others = [node for node in graph if node not in moves]
-    weights = [value for value in graph.initializers.values() if value.dtype == BFLOAT16]
-    weights += [node.outputs[0] for node in moves]
+    given = [value for value in (*graph.inputs, *graph.initializers.values()) if value.dtype == BFLOAT16]
+    given += [node.outputs[0] for node in moves]
     narrow = [(node, output) for node in others for output in node.outputs if output.dtype == BFLOAT16]
-    for value in weights if others else ():
+    for value in given if others else ():
         readers = [use for use in value.uses() if use.node not in moves and not _widens(use.node)]
         if readers:
             cast = _cast(value, FLOAT, fresh)

@@ -188,9 +188,16 @@ def test_string_inputs_and_outputs_are_supported(cli: Cli, target: Path) -> None
 
 
 @pytest.mark.long
-def test_bf16_inputs_and_outputs_are_supported(cli: Cli, target: Path) -> None:
-    text = """(bfloat16[n, 64] x) => (bfloat16[n, 48] y)
-        { wide = Cast <to = 1> (x) h = MatMul (wide, w) y = Cast <to = 16> (h) }"""
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(bfloat16[n, 64] x) => (bfloat16[n, 48] y) { a = Cast <to = 1> (x) b = MatMul (a, w) y = Cast <to = 16> (b) }",
+        """(bfloat16[64, n] x) => (bfloat16[48, n] y, bfloat16[64, n] x) {
+            moved = Transpose (x) a = Cast <to = 1> (moved) b = MatMul (a, w) c = Cast <to = 16> (b) y = Transpose (c)
+        }""",
+    ],
+)
+def test_bf16_inputs_and_outputs_are_supported(cli: Cli, target: Path, text: str) -> None:
     artifact = convert(cli, graphs.parsed(text, w=graphs.values(64, 48)), target)
     golden = artifact.golden()
     assert golden.inputs["x"].dtype == golden.outputs["y"].dtype == BF16
