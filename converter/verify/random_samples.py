@@ -235,7 +235,8 @@ def with_enough(
     """Return ``samples`` with as many perturbed ones as it takes to judge ``outputs`` by ``budget``.
 
     ``known`` are the source's outputs for the first samples; without them, the samples stay as they are. Perturbed
-    feeds for which ``oracle`` gives NaN are left out, and so are all from the first one on which it fails.
+    feeds for which ``oracle`` gives NaN or outputs of other ranks are left out, and so are all from the first one on
+    which it fails.
     """
     if not known:
         return samples
@@ -253,7 +254,8 @@ def with_enough(
         tried = [feed for feed in perturbed if feed is not None]
         try:
             for feed, found in zip(tried, oracle.outputs(tried), strict=False):
-                made += [] if _has_nan(found) else [feed]
+                alike = all(array.ndim == known[0][name].ndim for name, array in found.items())
+                made += [feed] if alike and not _has_nan(found) else []
         except RuntimeFailure:
             continue
     return replace(samples, feeds=(*samples.feeds, *made), made=len(made))

@@ -176,15 +176,16 @@ def test_sizes_that_the_source_does_not_run_on_are_skipped(shape: tuple[int | st
 # --- more samples, made of the given ones where these are too few to judge slices and agreement by --------------------
 
 
-def oracle(reject: int | None = None, nan: int | None = None) -> Oracle:
-    """Return an oracle that fails on feed number ``reject``, and gives NaN for feed number ``nan``."""
+def oracle(reject: int | None = None, nan: int | None = None, flat: int | None = None) -> Oracle:
+    """Return an oracle that fails on feed ``reject``, gives NaN for feed ``nan``, another rank for feed ``flat``."""
 
     def outputs(feeds: Sequence[Feeds]) -> Iterator[Feeds]:
         for number, feed in enumerate(feeds):
             if number == reject:
                 raise RuntimeFailure("out of range")
             rows = len(next(iter(feed.values())))
-            yield {"y": np.full((rows, 5), np.nan if number == nan else 1.0, np.float32)}
+            shape = (rows,) if number == flat else (rows, 5)
+            yield {"y": np.full(shape, np.nan if number == nan else 1.0, np.float32)}
 
     return Oracle(outputs, "a test")
 
@@ -242,7 +243,13 @@ def test_integers_stay_valid_indices_and_masks_stay() -> None:
 
 @pytest.mark.parametrize(
     ("how", "made"),
-    [(oracle(nan=2), SAMPLES - 3), (oracle(nan=0), SAMPLES - 4), (oracle(reject=5), 10), (oracle(reject=0), 0)],
+    [
+        (oracle(nan=2), SAMPLES - 3),
+        (oracle(nan=0), SAMPLES - 4),
+        (oracle(flat=0), SAMPLES - 4),  # integers that are axes
+        (oracle(reject=5), 10),
+        (oracle(reject=0), 0),
+    ],
 )
 def test_samples_that_the_source_rejects_are_replaced_once_by_smaller_steps(how: Oracle, made: int) -> None:
     given = Samples(tuple(floats(3)), "the test")
