@@ -20,6 +20,7 @@ from bf16kit.converter.process import onnx_trial
 from bf16kit.converter.process.quiet import first_line, quiet, reason
 from bf16kit.converter.read.detect import Kind
 from bf16kit.converter.read.sources import Advance, check_fp32, input_specs, output_specs
+from bf16kit.converter.rewrite.lowering import check_opset
 from bf16kit.converter.source import Checkpoint, Source, digest_files
 from bf16kit.messages.errors import Bf16kitError, ConversionError, SourceError, UsageError
 from bf16kit.numerics.tensors import BY_ONNX, TensorSpec
@@ -49,8 +50,6 @@ def read_graph(path: Path) -> tuple[ir.Model, list[Path]]:
     and :class:`ConversionError` when an input or output is no tensor that bf16kit serves, a constant is sparse, its
     opset is too new, or ONNX Runtime cannot open it (:mod:`bf16kit.converter.process.onnx_trial`).
     """
-    from bf16kit.converter.rewrite.lowering import check_opset
-
     try:
         with quiet():
             model, files = _load(path)

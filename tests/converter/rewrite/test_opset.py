@@ -10,7 +10,7 @@ from onnx import ModelProto, helper
 import graphs
 from bf16kit.converter.graph.types import run
 from bf16kit.converter.read.onnx_file import read_graph
-from bf16kit.converter.rewrite.lowering import kernel_table, raise_opset
+from bf16kit.converter.rewrite.lowering import check_opset, kernel_table, raise_opset
 from bf16kit.messages.errors import ConversionError
 from bf16kit.runtime.ort.session import open_session
 
