@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from bf16kit.numerics.tensors import TensorSpec, describe
 OPSET = 22  # the first opset with bf16 Conv; ONNX Runtime accepts up to 26
 _BATCH, _STEP = 2, 5  # sizes of free dimensions in the example: all different, and never 0 or 1
 _HALVED = 32  # sizes are multiples of it in the second example, for networks that halve an image five times
+_AS_NUMBER = "for ONNX, declare that dimension as the number that it is"
+_FIXED = re.compile(r"static shape of (\d+) for dimension inputs\['tensors'\]\[(\d+)\]\.shape\[(\d+)\]")
 Call = Callable[[torch.nn.Module, dict[str, torch.Tensor]], Any]
 Examples = Callable[[Sequence[TensorSpec]], Sequence[Feeds]]
 
@@ -98,10 +101,23 @@ def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
             )
     except Exception as error:  # the exporter raises errors of any kind
         cause = innermost(error)
+        if fixed := _FIXED.search(str(cause)):
+            size, place, axis = map(int, fixed.groups())
+            spec = model.inputs[place]
+            raise Untranslatable(
+                f"torch.onnx.export fixes dimension {axis} of {spec.name}{describe(spec.shape)} at the example's size,"
+                f" {size}; {_AS_NUMBER}"
+            ) from error
         why = first_line(cause) + user_frame(cause, packages=False)
         raise Untranslatable(f"torch.onnx.export cannot translate the model: {why}") from error
-    if program is None:
+    if program is None or program.exported_program is None:
         raise ConversionError("torch.onnx.export returned no program")
+    for node in program.exported_program.graph.nodes:
+        if node.target in (torch.ops.aten.lstm.input, torch.ops.aten.gru.input):
+            x, *_, batch_first = node.args  # its result loses the steps, without an error
+            if not isinstance(x.meta["val"].shape[1 if batch_first else 0], int):
+                why = "torch.onnx.export fixes the steps of an LSTM or GRU at the example's number"
+                raise Untranslatable(f"{why}; {_AS_NUMBER}")
     graph: ir.Model = program.model
     with quiet():
         simplify(graph)

@@ -16,7 +16,7 @@ from torch import nn
 import graphs
 from bf16kit.converter.graph.initializers import ComputedTensor
 from bf16kit.converter.read import simplify
-from bf16kit.converter.read.onnx_export import adapt, to_onnx
+from bf16kit.converter.read.onnx_export import Untranslatable, adapt, to_onnx
 from bf16kit.converter.read.sources import kind_of, measured_outputs, output_specs
 from bf16kit.converter.write.graphs import serialize
 from bf16kit.messages.errors import ConversionError
@@ -307,3 +307,17 @@ def test_what_is_copied_into_a_part_of_a_tensor_is_broadcast_to_it() -> None:
     x = graphs.values(3, 16)
     found = run(to_onnx(adapt(_Copying(), X), {}), X, x=x)["output"]
     np.testing.assert_array_equal(found, _Copying()(torch.from_numpy(x)).numpy())
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (nn.LSTM(4, 8), "fixes the steps of an LSTM or GRU at the example's number; for ONNX, declare"),
+        (nn.RNN(4, 8), r"fixes dimension 0 of x\[steps,3,4\] at the example's size, 2; for ONNX, declare"),
+    ],
+)
+def test_what_torch_fixes_though_it_is_free_is_named_with_what_to_declare(module: nn.Module, said: str) -> None:
+    """Of an LSTM it exports a graph that loses the number of steps, without an error."""
+    model = adapt(module, (TensorSpec("x", "float32", ("steps", 3, 4)),))
+    with pytest.raises(Untranslatable, match=said):
+        to_onnx(model, {})
