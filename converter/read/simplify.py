@@ -84,7 +84,8 @@ def bind(model: ir.Model, tensors: Mapping[str, Array]) -> None:
         array = np.asarray(value.const_value.numpy())
         found, view = _lookup(array, tensors, known)
         target_name = found or _own_name(value.name or "", tensors)
-        if target_name != value.name and target_name not in model.graph.initializers:
+        renamed = target_name != value.name and not value.is_graph_output()
+        if renamed and target_name not in model.graph.initializers:
             value.name = names.make(target_name)  # an input or a node's output may already have this name
         value.const_value = as_initializer(array.copy() if view is None else view, value.const_value, value.name)
 

@@ -160,7 +160,7 @@ class Answering(nn.Module):
 
 def twice(layer: nn.LSTM, x: torch.Tensor) -> Any:
     y = torch.tanh(x)
-    return {"a": y, "b": y, "x": x}
+    return {"a": y, "b": y, "x": x, "weight": layer.weight_ih_l0}
 
 
 def of_parts(layer: nn.LSTM, x: torch.Tensor) -> Any:
@@ -185,20 +185,20 @@ def test_parts_of_a_transformers_output_that_are_not_served_are_named() -> None:
         (two_heads, ("logits", "embeddings")),
         (nested, ("h.0", "h.1.0", "out.logits")),
         (named, ("out", "state.0", "state.1")),
-        (twice, ("a", "b", "x_out")),  # names in a graph are unique
+        (twice, ("a", "b", "x_out", "weight")),  # names in a graph are unique
     ],
 )
 def test_nested_outputs_keep_their_parts(answer: Any, names: tuple[str, ...]) -> None:
     module = seeded(Answering(answer))
     model = adapt(module, X)
     assert model.outputs == names
-    graph = to_onnx(model, {})
+    graph = to_onnx(model, tensors(module))
     assert tuple(spec.name for spec in output_specs(graph)) == names
     x = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
     with torch.no_grad():
         expected = model.module(torch.from_numpy(x))
     for tensor, found in zip(expected, run(graph, X, x=x).values(), strict=True):
-        np.testing.assert_allclose(found, tensor.numpy(), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(found, tensor.detach().numpy(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
