@@ -84,7 +84,7 @@ _OPERATORS = "add eq floordiv ge gt le lt mul ne neg pow sub __and__ __contains_
 _PLAIN: Mapping[str, Callable[..., Any]] = {
     **{f"aten::{name}": getattr(operator, name) for name in _OPERATORS.split()},
     **{f"aten::{name}": getattr(math, name) for name in ("ceil", "floor", "log", "sqrt")},
-    **{f"aten::{call.__name__}": call for call in (all, any, len, list, max, min, str)},
+    **{f"aten::{call.__name__}": call for call in (all, any, list, max, min, str)},
     **{f"prim::{call.__name__}": call for call in (abs, max, min)},
     "aten::__derive_index": lambda index, start, step: start + index * step,
     "aten::__is__": operator.is_,
@@ -122,6 +122,7 @@ _ALWAYS: Mapping[str, Callable[..., Any]] = {
     "aten::is_autocast_enabled": lambda *_: False,
     "aten::is_grad_enabled": lambda: True,  # otherwise transformers use a fused operator that ONNX does not have
     "aten::is_scripting": lambda: True,
+    "aten::len": lambda value: value.size(0) if isinstance(value, torch.Tensor) else len(value),
     "aten::numel": lambda tensor: tensor.numel(),
     # Python's method: torch.ops' ``size`` would turn a symbol into a plain number.
     "aten::size": lambda tensor, *axis: tensor.size(*axis) if axis else list(tensor.size()),

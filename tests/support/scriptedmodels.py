@@ -37,8 +37,8 @@ class Looping(nn.Module):
         found = [x]
         for index in range(self.times):
             found.append(torch.relu(self.layer(found[index])) * (index + 1))
-        rows, width = x.shape
-        return torch.cat(found, 1).view(rows, -1, width).sum(1)
+        width = x.size(1)
+        return torch.cat(found, 1).view(len(x), -1, width).sum(1)
 
 
 class Deciding(nn.Module):
