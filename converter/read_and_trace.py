@@ -11,6 +11,7 @@ from bf16kit.artifact.manifest import Manifest, Plan, ProfileEntry, SpecEntry
 from bf16kit.artifact.manifest import Source as SourceEntry
 from bf16kit.artifact.publish import StagingArtifact
 from bf16kit.converter import read as sources
+from bf16kit.converter.graph.dimensions import SIZES
 from bf16kit.converter.options import Options
 from bf16kit.converter.process import program
 from bf16kit.converter.process.progress import Progress
@@ -99,7 +100,8 @@ def read(
     with progress.step(f"reading {options.source.name}", total, then="making its graph") as advance:
         source = sources.read(options, advance) if reader is None else reader(advance)
     source.outputs = with_output_kinds(source.outputs, options.outputs)
-    source.notes = tuple(dict.fromkeys((*check_budget(options.budget, source.outputs), *source.notes)))
+    sizes = () if source.graph is None else source.graph.meta.get(SIZES, ())
+    source.notes = tuple(dict.fromkeys((*check_budget(options.budget, source.outputs), *source.notes, *sizes)))
     if source.graph is None:
         source.notes = (*source.notes, _without_graph(options, source))
     return source

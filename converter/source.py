@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 Feeds = dict[str, Array]
 Sampler = Callable[[int, int], Iterator[Feeds]]  # (seed, count) → plausible feeds
 FP32_ROUNDOFF = 2.0**-24
+CHANGED = "bf16kit.changed"  # of a graph's ``meta``: names of the module's tensors that running it changes
 
 _CHUNK = 1 << 20
 _NOT_IN_NAMES = re.compile(r"[\x00-\x1f/\\]")  # characters that no name in a manifest may have

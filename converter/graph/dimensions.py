@@ -87,6 +87,7 @@ def corrected_by(spec: TensorSpec, shapes: Collection[Shape]) -> TensorSpec:
 
 
 GUESSED = "bf16kit.guessed"  # a model's metadata, in memory only
+SIZES = "bf16kit.sizes"  # of its ``meta``: notes on the sizes of free dimensions for which the graph holds
 
 
 def mark_guessed(model: ir.Model) -> None:

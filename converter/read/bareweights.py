@@ -30,6 +30,10 @@ from bf16kit.messages.wording import brief, first_few
 
 Contents = Mapping[Any, Any]  # of a Lightning checkpoint
 _VERSION, _WEIGHTS = "pytorch-lightning_version", "state_dict"
+_NESTED = (
+    "its TransformerEncoder gives zeros at padded positions in evaluation mode, which no graph does; with"
+    " enable_nested_tensor=False it computes the same in all modes"
+)
 _FORMATS: Mapping[Kind, str] = {
     Kind.SAFETENSORS: "safetensors",
     Kind.SHARDED: "safetensors-sharded",
@@ -95,6 +99,8 @@ def in_module(
     check_names(module, inputs := inputs_of(options))
     model = adapt(statedict.in_fp32(module), inputs, examples=options.examples)
     source = exported_source(checkpoint, model, None, bound=bound)
+    if source.oracle is not None and any(getattr(part, "use_nested_tensor", False) for part in module.modules()):
+        source.oracle, notes = replace(source.oracle, how=f"{source.oracle.how}; {_NESTED}"), [_NESTED, *notes]
     return replace(source, notes=(*not_served(model.outputs, model.left_out), *notes))
 
 

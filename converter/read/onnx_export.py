@@ -11,18 +11,19 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
+from bf16kit.converter.graph.dimensions import SIZES
 from bf16kit.converter.graph.equality import OTHER_FLOATS
 from bf16kit.converter.process.quiet import first_line, innermost, quiet, user_frame
 from bf16kit.converter.read.simplify import bind, simplify
 from bf16kit.converter.read.statedict import to_torch
-from bf16kit.converter.source import Array, Feeds, TorchModel
+from bf16kit.converter.source import CHANGED, Array, Feeds, TorchModel
 from bf16kit.messages.errors import ConversionError
 from bf16kit.numerics.tensors import TensorSpec, describe
 
 OPSET = 22  # the first opset with bf16 Conv; ONNX Runtime accepts up to 26
 _BATCH, _STEP = 2, 5  # sizes of free dimensions in the example: all different, and never 0 or 1
 _HALVED = 32  # sizes are multiples of it in the second example, for networks that halve an image five times
-_AS_NUMBER = "for ONNX, declare that dimension as the number that it is"
+_AS_NUMBER = "; for ONNX, declare that dimension as the number that it is"
 _FIXED = re.compile(r"static shape of (\d+) for dimension inputs\['tensors'\]\[(\d+)\]\.shape\[(\d+)\]")
 Call = Callable[[torch.nn.Module, dict[str, torch.Tensor]], Any]
 Examples = Callable[[Sequence[TensorSpec]], Sequence[Feeds]]
@@ -103,11 +104,8 @@ def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
         cause = innermost(error)
         if fixed := _FIXED.search(str(cause)):
             size, place, axis = map(int, fixed.groups())
-            spec = model.inputs[place]
-            raise Untranslatable(
-                f"torch.onnx.export fixes dimension {axis} of {spec.name}{describe(spec.shape)} at the example's size,"
-                f" {size}; {_AS_NUMBER}"
-            ) from error
+            what = f"dimension {axis} of {model.inputs[place].name}{describe(model.inputs[place].shape)}"
+            raise Untranslatable(f"torch.onnx.export fixes {what} at the example's size, {size}{_AS_NUMBER}") from error
         why = first_line(cause) + user_frame(cause, packages=False)
         raise Untranslatable(f"torch.onnx.export cannot translate the model: {why}") from error
     if program is None or program.exported_program is None:
@@ -116,15 +114,32 @@ def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
         if node.target in (torch.ops.aten.lstm.input, torch.ops.aten.gru.input):
             x, *_, batch_first = node.args  # its result loses the steps, without an error
             if not isinstance(x.meta["val"].shape[1 if batch_first else 0], int):
-                why = "torch.onnx.export fixes the steps of an LSTM or GRU at the example's number"
-                raise Untranslatable(f"{why}; {_AS_NUMBER}")
+                what = "the steps of an LSTM or GRU"
+                raise Untranslatable(f"torch.onnx.export fixes {what} at the example's number{_AS_NUMBER}")
     graph: ir.Model = program.model
     with quiet():
         simplify(graph)
+    known = {
+        SIZES: list(_bounds(program.exported_program, model.inputs)),
+        CHANGED: list(program.exported_program.graph_signature.buffers_to_mutate.values()),
+    }
     for value, spec in zip(graph.graph.inputs, model.inputs, strict=True):
         value.name, value.shape = spec.name, ir.Shape(spec.shape)
     bind(graph, tensors)
-    return graph.clone()  # drops what the steps above removed, which the exporter's values still refer to
+    found = graph.clone()  # drops what the steps above removed, which the exporter's values still refer to
+    found.meta.update(known)
+    return found
+
+
+def _bounds(program: torch.export.ExportedProgram, inputs: Sequence[TensorSpec]) -> Iterator[str]:
+    """Yield a note for each free dimension for which tracing chose the branch of small sizes."""
+    ranges = {str(symbol): found for symbol, found in program.range_constraints.items()}
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+    for name, spec in zip(program.graph_signature.user_inputs, inputs, strict=True):
+        for size, dim in zip(values[str(name)].shape, spec.shape, strict=True):
+            most = str(ranges[str(size)].upper) if str(size) in ranges else ""
+            if most.isdigit():
+                yield f"the graph holds for {dim} up to {most}: the module branches on this size, or checks it"
 
 
 def _copied(self: Any, src: Any, non_blocking: bool = False) -> Any:

@@ -23,7 +23,7 @@ import onnx_ir as ir
 
 from bf16kit.artifact.manifest import OracleEntry, OracleFigure
 from bf16kit.converter.rewrite import Prepared
-from bf16kit.converter.source import FP32_ROUNDOFF, Array, Feeds, Oracle, Source
+from bf16kit.converter.source import CHANGED, FP32_ROUNDOFF, Array, Feeds, Oracle, Source
 from bf16kit.converter.verify.fp32noise import Distance, Noise, measure_distance
 from bf16kit.converter.verify.measure import Spool
 from bf16kit.converter.verify.running import open_fp32_graph, with_external_weights
@@ -72,7 +72,8 @@ def run_oracle(source: Source, feeds: Sequence[Feeds], scratch: Path) -> OracleR
     """Run ``source`` on the first :data:`FEEDS` of ``feeds``; its outputs are kept in an unnamed file in ``scratch``.
 
     A source that cannot be run, or gives different outputs for the same feed each time, is no error: the result says
-    so. :class:`ConversionError` if these differ because a node of its graph draws random numbers.
+    so. :class:`ConversionError` if these differ because a node of its graph draws random numbers, or because the module
+    changes its own tensors.
     """
     oracle = source.oracle
     if oracle is None:
@@ -85,11 +86,10 @@ def run_oracle(source: Source, feeds: Sequence[Feeds], scratch: Path) -> OracleR
     again = outputs.pop()
     unstable = [n for n, array in outputs[0].items() if measure_distance(array, again[n]).relative_l2 > FLOOR]
     if unstable:
-        nodes = () if source.graph is None else source.graph.graph.all_nodes()
-        for node in (node for node in nodes if node.op_type in _RANDOM or (node.op_type, len(node.inputs)) == _TRAINS):
+        for what in _unsteady(source.graph):
             raise ConversionError(
-                f"node {node.name!r} ({node.op_type}) draws random numbers, so output {unstable[0]!r} differs from run"
-                " to run, and drift cannot be measured; export the model in evaluation mode, or make the noise an input"
+                f"{what}, so output {unstable[0]!r} differs from run to run, and drift cannot be measured; export the"
+                " model in evaluation mode, or make the noise or state an input"
             )
         return OracleRun((), f"{oracle.how} gives different outputs for the same input (output {unstable[0]!r})")
     noise = None
@@ -97,6 +97,15 @@ def run_oracle(source: Source, feeds: Sequence[Feeds], scratch: Path) -> OracleR
         opened = partial(open_fp32_graph, source.graph, source.inputs, source.outputs, scratch)
         noise = Noise(opened, chosen, oracle.roundoff, scratch)
     return OracleRun(outputs, oracle.how, oracle.roundoff, noise)
+
+
+def _unsteady(graph: ir.Model | None) -> Iterator[str]:
+    """Yield what makes a graph's outputs, or those of the module that it was made of, differ from run to run."""
+    for name in () if graph is None else graph.meta.get(CHANGED, ()):
+        yield f"the module changes its own {name.removeprefix('module.')!r}"
+    for node in () if graph is None else graph.graph.all_nodes():
+        if node.op_type in _RANDOM or (node.op_type, len(node.inputs)) == _TRAINS:
+            yield f"node {node.name!r} ({node.op_type}) draws random numbers"
 
 
 def certify(oracle_run: OracleRun, expected: Sequence[Feeds], what: str = "the fp32 reference") -> OracleEntry:

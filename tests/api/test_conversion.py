@@ -237,6 +237,34 @@ class _Sparse(nn.Module):
         self.register_buffer("w", torch.eye(16).to_sparse(layout=layout))
 
 
+class _Padded(nn.Module):
+    """x [batch, seq, 16] → an encoder; ``padding`` [batch, seq] is true where a sequence has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 1)
+
+    def forward(self, x: torch.Tensor, padding: torch.Tensor) -> Any:
+        return self.layers(x, src_key_padding_mask=padding)
+
+
+class _Counting(Mlp):
+    runs: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("runs", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.runs += 1
+        return super().forward(x) + self.runs
+
+
+class _Switching(Mlp):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x) if x.shape[0] <= 30 else super().forward(2 * x)
+
+
 class _Nearest(nn.Module):
     """points [n, 3] → what each point and its third neighbour are; it takes no fewer points than three."""
 
@@ -248,6 +276,24 @@ class _Nearest(nn.Module):
         distances = (points[:, None] - points).square().sum(2)
         result: torch.Tensor = self.out(points + points[distances.topk(3, largest=False).indices[:, 2]])
         return result
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_module_whose_graph_computes_something_else_is_refused_with_the_cause(tmp_path: Path, x: Array) -> None:
+    padded = {"x": x.reshape(16, 8, 16), "padding": np.arange(8) >= np.arange(1, 17)[:, None]}
+    for module, samples, said in (
+        (_Padded(), padded, "with enable_nested_tensor=False it computes the same in all modes"),
+        (_Counting(), x, "the module changes its own 'runs', so output 'output' differs from run to run"),
+    ):
+        with pytest.raises(bf16kit.ConversionError, match=said):
+            bf16kit.convert(module, out=tmp_path / "m" / "1", samples=samples, **CHEAP)
+
+
+@pytest.mark.long
+def test_a_size_at_which_the_module_branches_is_noted(tmp_path: Path, x: Array) -> None:
+    result = bf16kit.convert(_Switching(), out=tmp_path / "m" / "1", samples=x[:20], **CHEAP)
+    assert "the graph holds for batch up to 30: the module branches on this size, or checks it" in result.notes
 
 
 @pytest.mark.long
