@@ -23,7 +23,6 @@ from bf16kit.numerics.tensors import TensorSpec, describe
 OPSET = 22  # the first opset with bf16 Conv; ONNX Runtime accepts up to 26
 _BATCH, _STEP = 2, 5  # sizes of free dimensions in the example: all different, and never 0 or 1
 _HALVED = 32  # sizes are multiples of it in the second example, for networks that halve an image five times
-_AS_NUMBER = "; for ONNX, declare that dimension as the number that it is"
 _FIXED = re.compile(r"static shape of (\d+) for dimension inputs\['tensors'\]\[(\d+)\]\.shape\[(\d+)\]")
 Call = Callable[[torch.nn.Module, dict[str, torch.Tensor]], Any]
 Examples = Callable[[Sequence[TensorSpec]], Sequence[Feeds]]
@@ -86,6 +85,9 @@ def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
     """
     # Free dimensions by name; the exporter finds their relations, and rejects one that is not free.
     shapes = tuple({i: dim for i, dim in enumerate(spec.shape) if isinstance(dim, str)} for spec in model.inputs)
+    for recurrence in (torch.ops.aten.lstm.input, torch.ops.aten.gru.input):
+        # An export leaves torch's unrolling of steps here, and the next one would take it: their number would be fixed.
+        recurrence._dispatch_cache.clear()
     try:
         with quiet(), torch.no_grad():
             program = torch.onnx.export(
@@ -105,17 +107,14 @@ def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
         if fixed := _FIXED.search(str(cause)):
             size, place, axis = map(int, fixed.groups())
             what = f"dimension {axis} of {model.inputs[place].name}{describe(model.inputs[place].shape)}"
-            raise Untranslatable(f"torch.onnx.export fixes {what} at the example's size, {size}{_AS_NUMBER}") from error
+            raise Untranslatable(
+                f"torch.onnx.export fixes {what} at the example's size, {size}; for ONNX, declare that dimension as the"
+                " number that it is"
+            ) from error
         why = first_line(cause) + user_frame(cause, packages=False)
         raise Untranslatable(f"torch.onnx.export cannot translate the model: {why}") from error
     if program is None or program.exported_program is None:
         raise ConversionError("torch.onnx.export returned no program")
-    for node in program.exported_program.graph.nodes:
-        if node.target in (torch.ops.aten.lstm.input, torch.ops.aten.gru.input):
-            x, *_, batch_first = node.args  # its result loses the steps, without an error
-            if not isinstance(x.meta["val"].shape[1 if batch_first else 0], int):
-                what = "the steps of an LSTM or GRU"
-                raise Untranslatable(f"torch.onnx.export fixes {what} at the example's number{_AS_NUMBER}")
     graph: ir.Model = program.model
     with quiet():
         simplify(graph)

@@ -309,15 +309,26 @@ def test_what_is_copied_into_a_part_of_a_tensor_is_broadcast_to_it() -> None:
     np.testing.assert_array_equal(found, _Copying()(torch.from_numpy(x)).numpy())
 
 
-@pytest.mark.parametrize(
-    ("module", "said"),
-    [
-        (nn.LSTM(4, 8), "fixes the steps of an LSTM or GRU at the example's number; for ONNX, declare"),
-        (nn.RNN(4, 8), r"fixes dimension 0 of x\[steps,3,4\] at the example's size, 2; for ONNX, declare"),
-    ],
-)
-def test_what_torch_fixes_though_it_is_free_is_named_with_what_to_declare(module: nn.Module, said: str) -> None:
-    """Of an LSTM it exports a graph that loses the number of steps, without an error."""
-    model = adapt(module, (TensorSpec("x", "float32", ("steps", 3, 4)),))
+def test_what_torch_fixes_though_it_is_free_is_named_with_what_to_declare() -> None:
+    model = adapt(nn.RNN(4, 8), (TensorSpec("x", "float32", ("steps", 3, 4)),))
+    said = r"fixes dimension 0 of x\[steps,3,4\] at the example's size, 2; for ONNX, declare"
     with pytest.raises(Untranslatable, match=said):
         to_onnx(model, {})
+
+
+def test_an_lstm_takes_any_number_of_steps_if_torch_does_not_fix_it() -> None:
+    module = nn.Sequential(_States(), nn.Linear(8, 3)).eval()
+    spec = (TensorSpec("x", "float32", ("batch", "steps", 4)),)
+    for steps in (5, 11):
+        x = graphs.values(2, steps, 4)
+        found = run(to_onnx(adapt(module, spec), {}), spec, x=x)["output"]
+        np.testing.assert_allclose(found, module(torch.from_numpy(x)).detach().numpy(), atol=1e-5)
+
+
+class _States(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(4, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.recurrent(x)[0]
