@@ -16,6 +16,7 @@ from bf16kit.converter.graph.equality import OTHER_FLOATS
 from bf16kit.converter.process.quiet import first_line, innermost, quiet, user_frame
 from bf16kit.converter.read.simplify import bind, simplify
 from bf16kit.converter.read.statedict import to_torch
+from bf16kit.converter.read.translations import TRANSLATIONS
 from bf16kit.converter.source import CHANGED, Array, Feeds, TorchModel
 from bf16kit.messages.errors import ConversionError
 from bf16kit.numerics.tensors import TensorSpec, describe
@@ -98,7 +99,7 @@ def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
                 input_names=[spec.name for spec in model.inputs],
                 output_names=list(model.outputs),
                 dynamic_shapes=(shapes,) if any(shapes) else None,
-                custom_translation_table={torch.ops.aten.copy.default: _copied},
+                custom_translation_table=TRANSLATIONS,
                 optimize=False,  # `simplify` instead, which does not change weights
                 verbose=False,
             )
@@ -139,14 +140,6 @@ def _bounds(program: torch.export.ExportedProgram, inputs: Sequence[TensorSpec])
             most = str(ranges[str(size)].upper) if str(size) in ranges else ""
             if most.isdigit():
                 yield f"the graph holds for {dim} up to {most}: the module branches on this size, or checks it"
-
-
-def _copied(self: Any, src: Any, non_blocking: bool = False) -> Any:
-    """Translate ``self.copy_(src)``; torch's own translation does not broadcast ``src``."""
-    from onnxscript import opset22 as op
-
-    cast = op.CastLike(src, self)
-    return cast if src.shape == self.shape else op.Expand(cast, op.Shape(self))
 
 
 def _examples(inputs: Sequence[TensorSpec], examples: Examples | None) -> Iterator[tuple[torch.Tensor, ...]]:

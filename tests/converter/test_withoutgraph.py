@@ -130,7 +130,10 @@ def test_a_trace_that_does_not_run_is_rejected_with_both_reasons(cli: Cli, tmp_p
     torch.save(seeded(Stepwise()).state_dict(), tmp_path / "m.pt")
     given = ("--model", "scriptedmodels:Stepwise", "--input", "x:float32:batch,seq,16")
     cli("checkpoint", tmp_path / "m.pt", *given, "--out", target).refused(
-        3, "no ONNX: ", "inferred a static shape of", "the TorchScript does not run on the samples: "
+        3,
+        "no ONNX: ",
+        "fixes dimension 1 of x[batch,seq,16] at the example's size",
+        "the TorchScript does not run on the samples: ",
     )
     assert tree(tmp_path) == ["m.pt"]
 
