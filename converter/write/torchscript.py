@@ -160,7 +160,7 @@ def narrowed(module: torch.nn.Module, scratch: Path) -> Iterator[torch.nn.Module
     The rounded tensors are kept in temporary files in ``scratch``. 1-D parameters of norms stay fp32. Kernels that need
     input and parameters of one dtype (norms on CUDA) get fp32 inputs, and tables return fp32. Recurrent layers stay
     fp32 as a whole: torch has no bf16 kernel for them on many CPUs. A state rounded at every step would also drift with
-    the length.
+    the length. Bilinear layers stay fp32 because autocast does not know them.
     """
     with ExitStack() as undo:
         with TensorFiles(scratch):
@@ -174,9 +174,10 @@ def _narrow(part: torch.nn.Module, undo: ExitStack) -> None:
         if _MARK in vars(cls):  # LightningModule: torch reads all properties, and ``trainer`` raises without the mark
             undo.callback(setattr, cls, _MARK, vars(cls)[_MARK])
             setattr(cls, _MARK, True)
-    if isinstance(part, torch.nn.RNNBase | torch.nn.RNNCellBase):
-        undo.callback(setattr, part, "forward", part.forward)
-        part.forward = _in_fp32(part.forward)
+    if isinstance(part, torch.nn.RNNBase | torch.nn.RNNCellBase | torch.nn.Bilinear):
+        layer: Any = part  # a Bilinear's forward has a type
+        undo.callback(setattr, layer, "forward", layer.forward)
+        layer.forward = _in_fp32(layer.forward)
         return
     own = list(part.parameters(recurse=False))
     has_matrix = any(parameter.ndim > 1 for parameter in own)

@@ -170,6 +170,15 @@ class Stepped(nn.Module):
         return state[0][:, None], None  # type: ignore[index]
 
 
+class Paired(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pair = nn.Bilinear(16, 16, 16)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return self.pair(x, x), None
+
+
 @on_any_cpu
 @pytest.mark.parametrize(
     ("layer", "format"),
@@ -177,12 +186,13 @@ class Stepped(nn.Module):
         (lambda: nn.LSTM(16, 16, batch_first=True), "torchscript"),
         (lambda: nn.LSTM(16, 16, batch_first=True), "pt2"),
         (Stepped, "torchscript"),
+        (Paired, "torchscript"),
     ],
 )
-def test_recurrent_layers_stay_fp32_among_bf16_ones(
+def test_recurrent_and_bilinear_layers_stay_fp32_among_bf16_ones(
     tmp_path: Path, layer: Callable[[], nn.Module], format: str, native: bool
 ) -> None:
-    """On many CPUs torch has no bf16 kernel for recurrent layers, so the module would not run."""
+    """On many CPUs torch has no bf16 kernel for them, or autocast does not cast for it: the module would not run."""
     module, path = seeded(Recurrent(layer())), tmp_path / f"m.{format}"
     x = np.random.default_rng(0).standard_normal((4, 3, 16)).astype(np.float32)
     write(path, module, STEPS, format)
