@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import inspect
 import itertools
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from bf16kit.artifact.disk import DiskSize, disk_size
 from bf16kit.converter.convert import convert as run
 from bf16kit.converter.keywords import Keywords, options_of
 from bf16kit.converter.process import progress as shown
+from bf16kit.converter.read.sources import parameters_of
 from bf16kit.converter.report import page
 from bf16kit.converter.report.closing import closing
 from bf16kit.converter.report.figures import Figures, Island
@@ -217,8 +217,10 @@ def inputs_of(module: torch.nn.Module, given: str | Sequence[Any] | None) -> tup
     if not given or isinstance(given, str):
         raise UsageError(f"a module does not describe its inputs; {wanted}, or samples as arrays")
     first = given[0]
-    names = list(first) if isinstance(first, Mapping) else list(inspect.signature(module.forward).parameters)
-    names = names[: len(first) if isinstance(first, Mapping | list | tuple) else 1]
+    named, takes_more = parameters_of(module)
+    count = len(first) if isinstance(first, Mapping | list | tuple) else 1
+    more = [f"input_{place}" for place in range(len(named), count)] if takes_more else []
+    names = list(first) if isinstance(first, Mapping) else [*named, *more][:count]
     sizes: dict[tuple[str, int], tuple[int, ...]] = {}
     try:
         found = [feed_of(each, [TensorSpec(str(name), "float32", ()) for name in names]) for each in given]

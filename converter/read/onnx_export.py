@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from bf16kit.converter.graph.dimensions import SIZES
 from bf16kit.converter.graph.equality import OTHER_FLOATS
 from bf16kit.converter.process.quiet import first_line, innermost, quiet, user_frame
 from bf16kit.converter.read.simplify import bind, simplify
+from bf16kit.converter.read.sources import parameters_of
 from bf16kit.converter.read.statedict import to_torch
 from bf16kit.converter.read.translations import TRANSLATIONS
 from bf16kit.converter.source import CHANGED, Array, Feeds, TorchModel
@@ -188,7 +188,7 @@ class Positional(torch.nn.Module):
         self.module = module
         self.names = list(names)
         self._call = call
-        self._by_keyword = call is None and set(names) <= set(inspect.signature(module.forward).parameters)
+        self._by_keyword = call is None and set(names) <= set(parameters_of(module)[0])
 
     def call(self, *tensors: torch.Tensor) -> Any:
         """Return whatever ``module`` returns."""

@@ -43,13 +43,19 @@ def check_names(module: Any, given: Sequence[TensorSpec]) -> None:
 
     Any names will do for a ``forward(*args)``, and for torch.nn.Sequential, whose ``input`` nobody has chosen.
     """
-    parameters = inspect.signature(module.forward).parameters.values()
-    named = [each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
-    if not named or any(each.kind is each.VAR_POSITIONAL for each in parameters) or named == ["input"]:
+    named, takes_more = parameters_of(module)
+    if not named or takes_more or named == ["input"]:
         return
     for spec in given:
         if spec.name not in named:
             raise UsageError(f"--input {spec.name}: {type(module).__name__} takes {', '.join(named)}")
+
+
+def parameters_of(module: Any) -> tuple[list[str], bool]:
+    """Return the names of the parameters of ``forward``, except ``*args`` and ``**kwargs``, and if it has ``*args``."""
+    found = inspect.signature(module.forward).parameters.values()
+    named = [each.name for each in found if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    return named, any(each.kind is each.VAR_POSITIONAL for each in found)
 
 
 def no_architecture(path: Path) -> UsageError:

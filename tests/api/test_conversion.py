@@ -349,6 +349,22 @@ class WithState(Mlp):
         pass
 
 
+class _Wrapping(nn.Module):
+    """As torch.nn.DataParallel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = Several()
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self.module(*inputs, **kwargs)
+
+
+class _Extensible(Mlp):
+    def forward(self, x: torch.Tensor, **_options: Any) -> Any:
+        return super().forward(x)
+
+
 class _Loader:
     def __getitem__(self, index: int) -> Any:
         if index >= 2:
@@ -365,6 +381,8 @@ class _Loader:
         (Mlp, lambda x: _Loader(), {"x": ["batch", 16]}),
         (Several, lambda x: {"a": x, "b": x[:, :8]}, {"a": ["batch", 16], "b": ["batch", 8]}),
         (Several, lambda x: [(x, x[:, :8])], {"a": ["batch", 16], "b": ["batch", 8]}),
+        (_Wrapping, lambda x: [(x, x[:, :8])], {"input_0": ["batch", 16], "input_1": ["batch", 8]}),
+        (_Extensible, lambda x: [(x, x[:, 0])], {"x": ["batch", 16]}),  # labels
         (lambda: torch.compile(WithState()), lambda x: x, {"x": ["batch", 16]}),
         (Tied, lambda x: [np.arange(n * m).reshape(n, m) for n, m in ((2, 3), (2, 5))], {"ids": ["batch", "ids_1"]}),
     ],
