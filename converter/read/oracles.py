@@ -60,6 +60,11 @@ def _run(model: TorchModel, feed: Feeds) -> Feeds:
         plain = [tensor.detach().cpu().contiguous().numpy() for tensor in widened]
     except Exception as error:  # the user's model may raise anything
         raise RuntimeFailure(f"the torch module failed on it: {first_line(error)}") from error
+    if len(plain) != len(model.outputs):
+        raise ConversionError(
+            f"the module returns {len(plain)} tensors for one input and {len(model.outputs)} for another; let forward"
+            " return the same number for all sizes"
+        )
     return dict(zip(model.outputs, plain, strict=True))
 
 

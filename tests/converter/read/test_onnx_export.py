@@ -239,13 +239,15 @@ def test_free_dimensions_have_the_names_of_the_input_dimensions_they_follow_or_t
     assert _shown(function).shape == shape
 
 
-def test_dtypes_are_those_that_are_served_and_ranks_do_not_depend_on_sizes() -> None:
+def test_dtypes_are_those_that_are_served_and_ranks_and_numbers_do_not_depend_on_sizes() -> None:
     assert _shown(lambda x: x.argmax(2)).dtype == "int64"
     assert _shown(lambda x: x.bfloat16()).dtype == "float32"
     with pytest.raises(ConversionError, match=r"output 'output' is complex64.*torch\.view_as_real"):
         _shown(lambda x: torch.complex(x, x))
     with pytest.raises(ConversionError, match="has 3 dimensions for one input and 1 for another"):
         _shown(lambda x: x if x.shape[0] < 5 else x.flatten())
+    with pytest.raises(ConversionError, match="returns 2 tensors for one input and 1 for another; let forward return"):
+        measured_outputs(adapt(Answering(lambda _, x: x.split(3)), (_EDGE,)))
 
 
 def test_no_constant_is_folded_into_a_larger_one() -> None:
