@@ -136,6 +136,24 @@ def test_nan_and_infinity_in_weights_are_errors_that_saturating_does_not_hide(
         lower(tmp_path / "m" / "1", _with(tensor, weight), saturate=True)
 
 
+def test_a_number_that_is_nan_marks_what_a_mean_leaves_out(tmp_path: Path) -> None:
+    """As of ``torch.nanmean``, which a NaN reaches from ``masked_fill``."""
+    made = lower(
+        tmp_path / "m" / "1",
+        graphs.parsed(
+            """(float[n, 32] x) => (float[n, 32] y) {
+                h = MatMul (x, w) shown = Greater (h, zero) marked = Where (shown, h, nan)
+                hidden = IsNaN (marked) y = Where (hidden, zero, marked)
+            }""",
+            w=graphs.values(32, 32),
+            zero=np.zeros((), np.float32),
+            nan=np.array(np.nan, np.float32),
+        ),
+    )
+    feeds = {"x": graphs.values(4, 32, seed=1)}
+    assert relative_l2(made.run_source(feeds)["y"], made.run_cpu(feeds)["y"]) < 4e-3
+
+
 def test_an_overflowing_weight_kept_in_fp32_is_not_an_error(tmp_path: Path) -> None:
     weight = graphs.values(32, 64)
     weight[0, 0] = 3.4e38
