@@ -108,6 +108,8 @@ def open_session(
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     # Arm: by default fp32 would be multiplied in bf16.
     options.add_session_config_entry("mlas.enable_gemm_fastmath_arm64_bfloat16", "0")
+    # By default, what is multiplied by dequantised weights would be rounded to 8 bits. 1 is fp32.
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
     if device == CPU:
         # An arena never shrinks: one unusual request would hold its memory forever. A memory pattern, which puts a
         # run's tensors into one block, is kept for each shape ever seen. malloc returns memory, and its cost is

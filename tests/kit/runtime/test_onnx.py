@@ -67,6 +67,16 @@ def test_bf16_weights_are_widened_exactly_and_multiplied_in_fp32(tmp_path: Path)
         assert (loaded.info.backend, loaded.info.device, loaded.info.profile) == ("onnxruntime", "cpu", "cpu")
 
 
+def test_activations_are_not_quantised_because_weights_are() -> None:
+    text = """(float[4, 32] x) => (float[4, 48] y) {
+        wide = DequantizeLinear <axis = 1> (w, scale, zero) y = MatMul (x, wide)
+    }"""
+    stored = np.random.default_rng(0).integers(-127, 128, (32, 48)).astype(np.int8)
+    scale, x = np.full(48, 0.01, np.float32), graphs.values(4, 32)
+    found = runtime(graphs.parsed(text, w=stored, scale=scale, zero=np.zeros(48, np.int8))).run({"x": x})["y"]
+    np.testing.assert_allclose(found, x.astype(np.float64) @ (stored * 0.01), rtol=1e-4, atol=1e-5)
+
+
 def test_an_embedding_table_is_read_from_the_mapped_file_and_never_copied(tmp_path: Path) -> None:
     """Gather runs before Cast, so the pages of weights.bf16 remain the file's, shared by all processes that map it."""
     rows, width = 16384, 128  # 4 MiB of bf16
