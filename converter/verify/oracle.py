@@ -50,6 +50,10 @@ _RESOLVED = 2.0**-4
 _MISSED = 16.0
 _RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike"})
 _RANDOM |= {"RandomUniform", "RandomUniformLike"}
+_ADVICE = (
+    "Reading, exporting or preparing the model changed what it computes. Export it to ONNX by other means, or with a"
+    " newer opset, and convert that, or use other versions of torch and onnxscript; please report it"
+)
 _TRAINS = ("Dropout", 3)  # and its inputs, if the last says that it trains
 _ULPS = 2.0**-22  # of the output's largest value: two programs may differ by that even where no weight matters
 
@@ -124,9 +128,8 @@ def certify(oracle_run: OracleRun, expected: Sequence[Feeds], what: str = "the f
             for name, figure in failing
         )
         raise ConversionError(
-            f"{what} does not give the outputs of the source itself ({entry.how}), nothing published:{listed}\nReading,"
-            " exporting or preparing the model changed what it computes. Export it to ONNX by other means and convert"
-            " that, or use other versions of torch and onnxscript; please report it"
+            f"{what} does not give the outputs of the source itself ({entry.how}), nothing published:{listed}"
+            f"\n{_ADVICE}"
         )
     return entry
 
@@ -228,13 +231,16 @@ def check_prepared(
     """Run ``model``, one of the graphs of ``prepared``, in fp32 and compare it with the source's own outputs.
 
     Nothing is run if preparing changed nothing, or if the source has no outputs to compare with. The weights are kept
-    in a file in ``scratch`` while it runs. Raises :class:`ConversionError` if the difference exceeds fp32 noise.
+    in a file in ``scratch`` while it runs. Raises :class:`ConversionError` if it fails or differs beyond fp32 noise.
     """
     changed = prepared.folds or prepared.clamped or _structure(model) != _structure(prepared.reference)
     if not oracle_run.outputs or not changed:
         return
-    runtime = open_fp32_graph(model, source.inputs, source.outputs, scratch)
-    found = Spool(scratch, map(runtime.run, feeds[: len(oracle_run.outputs)]))
+    try:
+        runtime = open_fp32_graph(model, source.inputs, source.outputs, scratch)
+        found = Spool(scratch, map(runtime.run, feeds[: len(oracle_run.outputs)]))
+    except RuntimeFailure as error:
+        raise ConversionError(f"the prepared graph, before rounding, does not run: {error}\n{_ADVICE}") from error
     runtime.close()
     certify(oracle_run, found, what="the prepared graph, before rounding,")
 

@@ -221,6 +221,21 @@ def whole_numbers() -> ModelProto:
     return graphs.parsed("(int64[n] x) => (int64[n] y) { [add] y = Add (x, one) }", one=np.array([1]))
 
 
+def scan_of_opset_8() -> ModelProto:
+    """Return a Scan with a batch, which onnx's version converter gives another meaning."""
+    proto = graphs.parsed(
+        """(float[n, 4, 32] x, float[n, 32] h) => (float[n, 4, 32] y) {
+            m = MatMul (x, w) last, y = Scan <num_scan_inputs: int = 1, body = body (float[32] s, float[32] e)
+                                              => (float[32] next, float[32] o) {
+                next = Add (s, e) o = Identity (next)
+            }> (, h, m)
+        }""",
+        w=graphs.values(32, 32),
+    )
+    proto.opset_import[0].version = 8
+    return proto
+
+
 def half() -> ModelProto:
     weight = graphs.values(64, 64).astype(np.float16)
     return graphs.parsed("(float16[n, 64] x) => (float16[n, 64] y) { y = MatMul (x, w) }", w=weight)
@@ -232,6 +247,7 @@ def half() -> ModelProto:
         (zip_map, "'p' is of type sequence, and bf16kit serves tensors only; a classifier of scikit-learn is exported"),
         (whole_numbers, "holds no fp32 weights, so there is nothing to convert\n"),
         (half, "so there is nothing to convert: they are float16; export the model in fp32\n"),
+        (scan_of_opset_8, "the prepared graph, before rounding, does not run: ONNX Runtime failed"),
     ],
 )
 def test_files_that_cannot_be_converted_are_rejected_with_the_remedy(
