@@ -1,13 +1,14 @@
 """The catalogue's models, each converted once, and one server for all of them."""
 
+import functools
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from catalogue import CATALOGUE
-from conversions import MEASURED, SITE, Conversion, convert, line
+from conversions import BUILD, SITE, Convert, convert
 from serverprocess import ServerProcess
 
 
@@ -28,15 +29,16 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def conversions(site: Path, repository: Path) -> Mapping[str, Conversion]:
-    """Convert every model of the catalogue, and record the figures of successful conversions for the table."""
-    done = {entry.name: convert(entry, repository) for entry in CATALOGUE}
-    MEASURED.write_text("".join(line(conversion) for conversion in done.values() if conversion.code == 0), "utf-8")
-    return done
+def converted(site: Path, repository: Path) -> Convert:
+    """Return what converts a model when it is first asked for: all in one test could exceed the time of a test."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    return functools.cache(lambda entry: convert(entry, repository))
 
 
 @pytest.fixture(scope="session")
-def server(conversions: Mapping[str, Conversion], repository: Path) -> Iterator[ServerProcess]:
+def server(converted: Convert, repository: Path) -> Iterator[ServerProcess]:
     """Yield one server for all converted models."""
+    for entry in CATALOGUE:
+        converted(entry)
     with ServerProcess("--repository", repository, "--device", "cpu") as server:
         yield server.wait_ready()

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +35,9 @@ class Conversion:
     @property
     def artifact(self) -> Artifact:
         return Artifact.open(self.target)
+
+
+Convert = Callable[[Entry], Conversion]
 
 
 def convert(entry: Entry, repository: Path) -> Conversion:
