@@ -145,12 +145,12 @@ def check_ranges(
 
     ``found`` holds the censuses of the tensors that were written; those inside the graph are taken here. RangeError for
     NaN in any of them or in other fp32 weights, infinities outside masks, and values that overflow unless ``saturate``.
-    A single number may be NaN: it marks what a mean leaves out.
+    A scalar may be NaN: it marks what a mean leaves out.
     """
     complaints: list[str] = []
     for name, value in sorted(prepared.base.graph.initializers.items()):
         tensor = value.const_value
-        if tensor is None or tensor.dtype != ir.DataType.FLOAT or tensor.size == 1:
+        if tensor is None or tensor.dtype != ir.DataType.FLOAT or not tensor.shape:
             continue
         counts = found[name] if name in found else take_census(tensor)
         problem = complaint(counts, name in narrow and is_weight(value), name in narrow and not saturate)
