@@ -58,7 +58,12 @@ def test_every_request_succeeds_on_retry_when_a_node_dies_under_load(served: Ser
     """The applications recover once there is a node for the replicas of the dead one."""
     until(served.all_running, PATIENCE, "all applications running")
     second = next(iter(served.cluster.worker_nodes))
-    model = next(each for each in ("mlp", "slow") if replicas(each, of_node(second)))  # where Ray has placed them
+
+    def there() -> list[str]:
+        return [each for each in ("mlp", "slow") if replicas(each, of_node(second))]
+
+    until(there, PATIENCE, "a replica on the second node: the first has no room for all")
+    model = there()[0]
     # Ray answers for a front that is gone: INTERNAL, with a text of its own.
     rays = {StatusCode.INTERNAL} if fronts(of_node(second)) else set[StatusCode]()
     with RepeatedCalls(lambda: served.infer(model)) as volley, ThreadPoolExecutor(4) as pool:
