@@ -52,8 +52,10 @@ class Trace:
     def layer(self, node: ir.Node) -> LayerEntry:
         """Return ``node`` as a layer; if its result went into a fused operator, with the SQNR of that one's result."""
         results = [*node.outputs]  # the first may be left out, as that of an LSTM of which only the last state is read
-        while (seen := results.pop(0)) not in self.sqnr:
-            results += [output for use in seen.uses() for output in use.node.outputs]
+        for seen in results:  # which grows, by each value once however many ways lead to it
+            if seen in self.sqnr:
+                break
+            results += dict.fromkeys(v for use in seen.uses() for v in use.node.outputs if v not in results)
         inputs = (v for v in node.inputs if v is not None and v.name and v.is_initializer() and v.shape)
         # Equal tensors are stored once, under the name of the first: that names no layer.
         weights = (v.name or "" for v in inputs if len({use.node for use in v.uses()}) == 1)

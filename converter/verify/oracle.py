@@ -105,9 +105,11 @@ def run_oracle(source: Source, feeds: Sequence[Feeds], scratch: Path) -> OracleR
 
 def _unsteady(graph: ir.Model | None) -> Iterator[str]:
     """Yield what makes a graph's outputs, or those of the module that it was made of, differ from run to run."""
-    for name in () if graph is None else graph.meta.get(CHANGED, ()):
+    if graph is None:
+        return
+    for name in graph.meta.get(CHANGED, ()):
         yield f"the module changes its own {name.removeprefix('module.')!r}"
-    for node in () if graph is None else graph.graph.all_nodes():
+    for node in graph.graph.all_nodes():
         if node.op_type in _RANDOM or (node.op_type, len(node.inputs)) == _TRAINS:
             yield f"node {node.name!r} ({node.op_type}) draws random numbers"
 
