@@ -30,6 +30,7 @@ _EXPECTED = {  # for types that pydantic calls by Python's names
     "path_type": "give a path",
 }
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+_PROTECTIONS = ("tls_certificate", "tls_key", "tls_client_ca", "token_file")
 _REPOSITORY = f"--repository DIRECTORY, or {ENV_PREFIX}REPOSITORY: the only setting without a default"
 
 
@@ -148,12 +149,12 @@ class ServerConfig(BaseModel):
         " `bf16kit`. A text: those that begin with it. `*`: all.",
     )
 
-    @field_validator("repository", "tls_certificate", "tls_key", "tls_client_ca", "token_file", mode="before")
+    @field_validator("repository", *_PROTECTIONS, mode="before")
     @classmethod
     def _path_not_empty(cls, value: Any) -> Any:
         """Reject an empty path, which comes from an unset variable: as absent, it would switch the protection off."""
         if value == "":
-            raise ValueError("give a path; leave the key out for none")
+            raise ValueError("give a path; leave it out for none")
         return value
 
     @field_validator("load_model", mode="before")
@@ -229,6 +230,8 @@ def load_config(flags: Mapping[str, Any], file: Path | None = None) -> ServerCon
 
     Raises :class:`ConfigError` for a file that cannot be read, an unknown key, or a value out of range.
     """
+    if file is None and os.environ.get(f"{ENV_PREFIX}CONFIG") == "":
+        raise ConfigError(f"{ENV_PREFIX}CONFIG in the environment is empty: give a path, or unset it for no file")
     read = {} if file is None else read_mapping(file)
     in_file = {key: "" if value is None else value for key, value in read.items()}  # a template's empty value
     in_environment = _settings_of(os.environ)
@@ -256,9 +259,10 @@ def load_config(flags: Mapping[str, Any], file: Path | None = None) -> ServerCon
 
 
 def _settings_of(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings in the environment. An empty variable was not set."""
-    given = {name.upper(): value for name, value in environment.items() if value}
-    return {key: given[name] for key in ServerConfig.model_fields if (name := ENV_PREFIX + key.upper()) in given}
+    """Return the settings in the environment. An empty variable was not set, unless its setting protects the server."""
+    given = {name.upper(): value for name, value in environment.items()}
+    settings = {key: given.get(ENV_PREFIX + key.upper()) for key in ServerConfig.model_fields}
+    return {key: value for key, value in settings.items() if value or (value == "" and key in _PROTECTIONS)}
 
 
 def unknown_variables(environment: Mapping[str, str]) -> str:

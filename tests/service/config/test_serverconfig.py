@@ -39,7 +39,7 @@ def test_a_flag_overrides_the_environment_which_overrides_the_file(
         ({"tls_key": "k"}, "tls_key is given without tls_certificate; TLS needs both"),
         ({"tls_certificate": "c"}, "tls_certificate is given without tls_key; TLS needs both"),
         ({"tls_client_ca": "a"}, "tls_client_ca is given without tls_certificate"),
-        ({"token_file": ""}, "'token_file' is '': give a path; leave the key out for none"),
+        ({"token_file": ""}, "'token_file' is '': give a path; leave it out for none"),
         ({"model_control": "all"}, "'model_control' is 'all'"),
         ({"poll_seconds": 0.5}, "'poll_seconds' is 0.5: input should be greater than or equal to 1"),
         ({"load_model": ("m",)}, "load_model is given with model_control none; it needs explicit"),
@@ -68,7 +68,7 @@ def test_a_value_out_of_range_is_named_with_what_was_expected(
         ("host: x\n\tgrpc_port: 1\n", r"server\.yaml: line 2, column 1: is not YAML: .*\n   grpc_port: 1\n  \^$"),
         ("a: &x 1\nb: *x\n", "line 2: .*x is an alias: write the value itself there"),
         ("a: 1\nb: {c: 1, c: 2}\n", "line 2: 'c' is given twice: leave one out"),
-        ("token_file:\n", r"'token_file' is '': give a path; leave the key out for none$"),
+        ("token_file:\n", r"'token_file' is '': give a path; leave it out for none$"),
         ("token_file: [a]\n", r"'token_file' is \['a'\]: give a path$"),
         ("a: 2001-99-99\n", "is not YAML"),  # the parser has its own errors for invalid dates and numbers
         ("a: " + "1" * 5000, "is not YAML"),
@@ -113,6 +113,18 @@ def test_the_error_for_a_bad_value_names_its_variable_or_file(tmp_path: Path, mo
         load_config({"repository": tmp_path, "grpc_port": 1, "model_control": "explicit"})
     with pytest.raises(ConfigError, match=r"^configuration: 'grpc_port' is -1"):  # the flag overrides the environment
         load_config({"repository": tmp_path, "grpc_port": -1})
+
+
+def test_an_empty_variable_sets_nothing_but_never_switches_a_protection_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BF16KIT_THREADS", "")
+    assert load_config({"repository": tmp_path}).threads is None
+    for name, message in (("TOKEN_FILE", ": 'token_file' is '': give a path"), ("CONFIG", " is empty: give a path")):
+        monkeypatch.setenv(f"BF16KIT_{name}", "")
+        with pytest.raises(ConfigError, match=f"^BF16KIT_{name} in the environment{message}"):
+            load_config({"repository": tmp_path})
+        monkeypatch.delenv(f"BF16KIT_{name}")
 
 
 @pytest.mark.parametrize("text", ["minilm,other", " minilm , other ", '["minilm", "other"]'])
