@@ -6,10 +6,6 @@
 
 #include "softmax.inl"
 
-inline void round_all(float* values, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) values[i] = rounded(values[i]);
-}
-
 template <Arithmetic kArithmetic>
 struct Heads : Terms<kArithmetic> {
   using Row = float;
@@ -35,13 +31,13 @@ struct Heads : Terms<kArithmetic> {
       const Vector values = Simd::load(step + v * Simd::kLanes);
       return {values, values};
     } else {
-      alignas(64) float odd[Simd::kLanes], even[Simd::kLanes];
-      for (int i = 0; i < Simd::kLanes; ++i) {
-        const float* pair = step + 2 * (v * Simd::kLanes + i);
-        even[i] = rounded(pair[0]);
-        odd[i] = rounded(pair[1]);
-      }
-      return {Simd::load(odd), Simd::load(even)};
+      // A pair as one number: its upper half is the odd value.
+      using Pairs = uint64_t __attribute__((vector_size(2 * sizeof(Vector))));
+      using Bits = uint32_t __attribute__((vector_size(sizeof(Vector))));
+      Pairs pairs;
+      std::memcpy(&pairs, step + 2 * v * Simd::kLanes, sizeof pairs);
+      return {rounded(Vector(__builtin_convertvector(pairs >> 32, Bits))),
+              rounded(Vector(__builtin_convertvector(pairs, Bits)))};
     }
   }
   static Lanes read_rest(const float* step, int64_t left, int v) {
@@ -57,8 +53,11 @@ struct Heads : Terms<kArithmetic> {
   static Vector read_values(const float* from, int64_t, bool) { return Simd::load(from); }
 
   static void copy_row(const float* from, int64_t length, float* to) {
-    copy(from, length, to);
-    if (kRounds) round_all(to, length);
+    if constexpr (kRounds) {
+      Broadcasts<kArithmetic>::copy(from, length, to);
+    } else {
+      copy(from, length, to);
+    }
   }
 
   // Copies `count` rows of k, at most 32, to the columns of [depth, 32], padded with zeros on the right.
@@ -78,7 +77,7 @@ struct Heads : Terms<kArithmetic> {
     for (int64_t key = 0; key < count; ++key) {
       for (int64_t d = key < whole_keys ? whole_depth : 0; d < depth; ++d) to[d * kPanel + key] = from[key * stride + d];
     }
-    if (kRounds) round_all(to, depth * kPanel);
+    if constexpr (kRounds) Broadcasts<kArithmetic>::copy(to, depth * kPanel, to);
   }
 
   // Copies up to 32 columns of v to [keys, 32], padded with zeros on the right.
@@ -96,9 +95,8 @@ struct Heads : Terms<kArithmetic> {
       float sums[kPanel / 2] = {};
       for (float* at = row; at < row + keys; at += kPanel) {
         for (int v = 0; v < kPanel; v += Simd::kLanes) {
-          Simd::store(at + v, rough_exponential(Simd::sub(Simd::load(at + v), most)));
+          Simd::store(at + v, rounded(rough_exponential(Simd::sub(Simd::load(at + v), most))));
         }
-        round_all(at, kPanel);
         for (int i = 0; i < kPanel / 2; ++i) sums[i] = sums[i] + at[2 * i + 1] + at[2 * i];
       }
       return tree(sums);

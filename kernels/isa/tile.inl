@@ -19,6 +19,7 @@
 // A path with other instructions for a step has its own specialisations of Terms: lanes as factors (neon.cpp), products of bf16
 // (neon_bf16.cpp, dots.inl).
 
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "unpack and read_lanes take pairs as one number");
 constexpr int kWide = kPanel / (2 * Simd::kLanes);  // pairs of vectors in a row of a panel
 
 // What a tile multiplies by: one chain's rows of one panel of the weight, or of two; in attention, rows of packed operands.
@@ -51,6 +52,15 @@ inline float rounded(float value) {
   return value;
 }
 
+// The same for each value of a vector.
+inline Simd::reg rounded(Simd::reg value) {
+  using Bits = uint32_t __attribute__((vector_size(sizeof(Simd::reg))));
+  using Signed = int32_t __attribute__((vector_size(sizeof(Simd::reg))));
+  const Bits bits = Bits(value), nearest = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000;
+  const Signed magnitude = Signed(bits & 0x7fffffff);
+  return Simd::reg(magnitude > 0x7f800000 ? bits | 0x00400000 : magnitude < 0x00800000 ? bits & 0x80000000 : nearest);
+}
+
 // The operands of a step, and what it adds to the sums of a row of x.
 template <Arithmetic kArithmetic>
 struct Broadcasts {
@@ -70,12 +80,14 @@ struct Broadcasts {
     typename Simd::reg even, odd;
   };
 
-  // Copies `length` values of x; in bf16 they are rounded.
+  // Copies `length` values of x, which may stay where they are; in bf16 they are rounded.
   static void copy(const float* from, int64_t length, float* to) {
     if constexpr (kArithmetic == Arithmetic::kFp32) {
       std::memcpy(to, from, sizeof(float) * length);
     } else {
-      for (int64_t i = 0; i < length; ++i) to[i] = rounded(from[i]);
+      int64_t i = 0;
+      for (; i + Simd::kLanes <= length; i += Simd::kLanes) Simd::store(to + i, rounded(Simd::load(from + i)));
+      for (; i < length; ++i) to[i] = rounded(from[i]);
     }
   }
   static X broadcast(const float* x) { return Simd::broadcast(x); }  // for one step, the first
