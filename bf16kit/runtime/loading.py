@@ -57,15 +57,13 @@ def load(
         kind = TorchScriptRuntime if entry.format == "torchscript" else TorchExportRuntime
         return kind(path, *signature, device=device, threads=threads)
     from bf16kit.runtime.memory.weights import Weights, gathered_weights
-    from bf16kit.runtime.ort.kernel import NOT_NEEDED
     from bf16kit.runtime.ort.onnx import OnnxRuntime
     from bf16kit.runtime.ort.onnxgraph import check_locations, kernel_for, read_in_place
     from bf16kit.runtime.ort.session import check_version
 
     check_version(profile, entry.requires)
     graph = check_locations(path, artifact.manifest.files)
-    kernel = kernel_for(graph) if device == CPU else NOT_NEEDED
-    given = read_in_place(graph, kernel=bool(kernel.path)) if artifact.copies and device == CPU else ()
+    given = read_in_place(graph, kernel=bool(kernel_for(graph).path)) if artifact.copies and device == CPU else ()
     mapped = nullcontext(Weights(path, ""))
     with gathered_weights(artifact, graph, scratch, given, weights) if artifact.copies else mapped as found:
         runtime = OnnxRuntime(
@@ -76,7 +74,7 @@ def load(
             precision=entry.precision,
             threads=threads,
             name=entry.graph,
-            kernel=kernel,
+            graph=graph,
             **found.options,
         )
     if profile == "cpu-bf16" and runtime.info.accumulation != "fp32":

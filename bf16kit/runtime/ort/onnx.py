@@ -5,26 +5,29 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bf16kit.messages.errors import InputRefused, RuntimeFailure
 from bf16kit.messages.wording import brief
-from bf16kit.numerics.tensors import TensorSpec
+from bf16kit.numerics.tensors import TensorSpec, describe
 from bf16kit.runtime import CPU, Array, RuntimeInfo, canonical
-from bf16kit.runtime.ort.kernel import NOT_NEEDED, Kernel
-from bf16kit.runtime.ort.onnxgraph import kernel_for
+from bf16kit.runtime.ort.kernel import NOT_NEEDED
+from bf16kit.runtime.ort.onnxgraph import ends_on_nothing, kernel_for, parsed
 from bf16kit.runtime.ort.session import Session, open_session, run_options_with_timeout, run_with_values
 from bf16kit.runtime.probe import probe_onnx
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
 
 
 class OnnxRuntime:
     """One ONNX graph, loaded: a :class:`bf16kit.runtime.Runtime`.
 
     ``profile`` and ``precision`` are reported in :class:`RuntimeInfo`; the accumulation is probed on ``device``, with
-    the CPU kernel if the graph uses it; ``kernel`` says whether, for a graph that has been parsed already. For the
-    other ``options`` and the errors see :func:`bf16kit.runtime.ort.session.open_session`. Also raises
-    :class:`ConfigError` when the environment asks for a kernel path that cannot be used, and
-    :class:`RuntimeFailure` unless ``inputs`` and ``outputs`` have the graph's names and dtypes; runs check the shapes.
+    the CPU kernel if the graph uses it; ``graph`` is the graph if it has been parsed already. For the other ``options``
+    and the errors see :func:`bf16kit.runtime.ort.session.open_session`. Also raises :class:`ConfigError` when the
+    environment asks for a kernel path that cannot be used, and :class:`RuntimeFailure` unless ``inputs`` and
+    ``outputs`` have the graph's names and dtypes; runs check the shapes.
     """
 
     def __init__(
@@ -37,13 +40,16 @@ class OnnxRuntime:
         profile: str = "cpu",
         precision: str = "bf16-weights",
         note: str = "",
-        kernel: Kernel | None = None,
+        graph: ModelProto | None = None,
         **options: Any,
     ) -> None:
         device = canonical(device)
         # Only if the graph has nodes of the kernel: the reference must run on ONNX Runtime alone.
-        if kernel is None:
-            kernel = kernel_for(model) if device == CPU else NOT_NEEDED
+        if graph is None:
+            graph = parsed(model)
+        kernel = kernel_for(graph) if device == CPU else NOT_NEEDED
+        self._ends_on_nothing = ends_on_nothing(graph, kernel)
+        del graph  # its weights, if they are in it, need not be in memory twice
         session = open_session(model, device=device, library=kernel.library, **options)
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
         name = options.get("name") or (model.name if isinstance(model, Path) else "the graph")
@@ -68,6 +74,10 @@ class OnnxRuntime:
         session = self._session
         if session is None:
             raise RuntimeFailure("the model is closed")
+        if self._ends_on_nothing and (empty := [name for name, array in feeds.items() if not array.size]):
+            shape = describe(feeds[empty[0]].shape)
+            reason = f"{empty[0]} has shape {shape}; a model with an LSTM or GRU needs at least one row and one step"
+            raise InputRefused(reason, reason)
         names = self._output_names if outputs is None else list(outputs)
         if seconds is None:
             return self._run(session, names, feeds)

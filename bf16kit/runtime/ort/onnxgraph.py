@@ -57,10 +57,22 @@ def kernel_for(model: Path | bytes | ModelProto) -> Kernel:
 
     Raises :class:`ConfigError` as :func:`~bf16kit.runtime.ort.kernel.configured_kernel` does.
     """
-    parsed = _parsed(model)
-    used = (parsed.graph, *(function for function in parsed.functions if function.domain != DOMAIN))
-    operators = {n.op_type for part in used for n in _messages(part, "NodeProto") if n.domain == DOMAIN}
-    return usable_kernel(rounds=any(BF16 in name for name in operators)) if operators else NOT_NEEDED
+    ours = {name for domain, name in _operators(parsed(model), bodies=False) if domain == DOMAIN}
+    return usable_kernel(rounds=any(BF16 in name for name in ours)) if ours else NOT_NEEDED
+
+
+def ends_on_nothing(model: ModelProto, kernel: Kernel) -> bool:
+    """Return whether ONNX Runtime runs a GRU or LSTM of the graph: without rows or steps, these end the process.
+
+    With ``kernel``, the bodies of its operators' functions do not run.
+    """
+    return not {("", "GRU"), ("", "LSTM")}.isdisjoint(_operators(model, bodies=not kernel.path))
+
+
+def _operators(model: ModelProto, *, bodies: bool) -> set[tuple[str, str]]:
+    """Return the domains and names of operators at any depth; with ``bodies``, also of those that our own stand for."""
+    used = (model.graph, *(function for function in model.functions if bodies or function.domain != DOMAIN))
+    return {(node.domain, node.op_type) for part in used for node in _messages(part, "NodeProto")}
 
 
 def read_in_place(model: ModelProto, *, kernel: bool = False, products: bool = False) -> set[str]:
@@ -99,7 +111,7 @@ def _constant_values(graph: GraphProto) -> set[str]:
     return found
 
 
-def _parsed(model: Path | bytes | ModelProto) -> ModelProto:
+def parsed(model: Path | bytes | ModelProto) -> ModelProto:
     """Parse the graph, unless the caller has. What is no graph is an empty one: ONNX Runtime reports that better."""
     import onnx
     from google.protobuf.message import DecodeError
