@@ -1,8 +1,8 @@
 """Corrects a manifest's inputs and outputs by what running the reference has shown, and certifies the batch axis.
 
 A server runs requests of strangers in one batch. So the reference is run on samples alone, and on the same samples in
-other orders, sizes and company, including inputs that are not finite. Each output is compared slice by slice, at fp32
-noise of the slice itself, so that no large value hides a dependence.
+other orders, sizes and company, including themselves and inputs that are not finite. Each output is compared slice by
+slice, at fp32 noise of the slice itself, so that no large value hides a dependence.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def batch_axis(
                     return None
     except RuntimeFailure:
         return None  # a dimension that is declared free but is not
-    return 0 if all(_undisturbed(runtime, rows[0], rows[1], outputs, extreme) for extreme in _EXTREMES) else None
+    return 0 if _undisturbed(runtime, rows[0], rows[1], outputs) else None
 
 
 def may_have_batch_axis(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> bool:
@@ -96,22 +96,27 @@ def may_have_batch_axis(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSp
     return free and len({spec.shape[0] for spec in inputs}) == 1
 
 
-def _undisturbed(runtime: Runtime, row: Feeds, other: Feeds, outputs: Sequence[TensorSpec], extreme: float) -> bool:
-    """Whether ``row`` has the same outputs beside ``other`` as beside a companion whose floats are all ``extreme``.
+def _undisturbed(runtime: Runtime, row: Feeds, other: Feeds, outputs: Sequence[TensorSpec]) -> bool:
+    """Whether ``row`` has the same outputs beside ``other`` as beside itself, and beside a companion of extreme floats.
 
-    Both runs have the same size: alone, the row may be summed in another order.
+    All runs have the same size: alone, the row may be summed in another order.
     """
-    with np.errstate(over="ignore"):  # in fp16, the largest is infinite
-        companion = {n: np.full_like(array, extreme) if array.dtype.kind == "f" else array for n, array in row.items()}
-    if all(companion[name] is array for name, array in row.items()):
-        return True
-    usual = runtime.run(_batch([row, other]))
-    try:
-        together = runtime.run(_batch([row, companion]))
-    except RuntimeFailure:
-        return True
-    first, beside = ({name: array[:1] for name, array in each.items()} for each in (usual, together))
-    return _same([first], beside, outputs)
+    companions = [row]
+    if any(array.dtype.kind == "f" for array in row.values()):
+        with np.errstate(over="ignore"):  # in fp16, the largest is infinite
+            companions += [
+                {name: np.full_like(a, extreme) if a.dtype.kind == "f" else a for name, a in row.items()}
+                for extreme in _EXTREMES
+            ]
+    usual = {name: array[:1] for name, array in runtime.run(_batch([row, other])).items()}
+    for companion in companions:
+        try:
+            together = runtime.run(_batch([row, companion]))
+        except RuntimeFailure:
+            continue
+        if not _same([usual], {name: array[:1] for name, array in together.items()}, outputs):
+            return False
+    return True
 
 
 def _rows_of_one_shape(feeds: Sequence[Feeds]) -> list[Feeds]:

@@ -182,6 +182,7 @@ def test_a_model_whose_rows_do_not_interact_has_a_batch_axis(function: Callable[
         lambda x: x + 0 * x.sum(0),  # shows only when a companion is infinite
         lambda x: x * (1 if len(x) < 3 else 2),  # only three samples show it
         lambda x: x * len(x),
+        lambda x: x * len(np.unique(x, axis=0)) / len(x),  # only a copy of a row shows it
         lambda x: x[:1],  # gives one row only
         lambda x: np.where(len(x) > 1, np.nan, x),
         _only_singles,
