@@ -23,8 +23,8 @@ from bf16kit.converter.source import Array
 _RULES = """
     add_0 cast_cast cast_constant_of_shape cast_constant_of_shape_without_value collapse_slice2 collapse_slice div_by_1
     dropout_inference dropout_zero materialize_reshape_shape mul_by_1 no_op_cast no_op_dynamic_scatter_nd no_op_expand
-    no_op_static_scatter_nd no_op_transpose one_reshape_matmul_reshape reshape_reshape slice_split squeeze_reshape_1d
-    sub_0 transpose_transpose two_reshapes_matmul_reshape unsqueeze_unsqueeze
+    no_op_static_scatter_nd no_op_transpose one_reshape_matmul_reshape reshape_reshape squeeze_reshape_1d sub_0
+    transpose_transpose two_reshapes_matmul_reshape unsqueeze_unsqueeze
 """.split()  # noqa: SIM905 - words are read more easily than a list of quoted ones
 _SMALL = 1024  # bytes of constants that may be folded into any mask or table, and of tensors copied without a lookup
 _ROUNDS = 2  # folding a constant enables a rule, and a rule enables folding
