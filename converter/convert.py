@@ -17,7 +17,7 @@ from bf16kit.converter.plan.decisions import Islands
 from bf16kit.converter.process.memory import frozen_heap, release_memory
 from bf16kit.converter.process.progress import Progress
 from bf16kit.converter.process.quiet import prefix_errors
-from bf16kit.converter.read_and_trace import Job, read, run_source_model, write_traced_formats
+from bf16kit.converter.read_and_trace import Job, branches_named, read, run_source_model, write_traced_formats
 from bf16kit.converter.report import page
 from bf16kit.converter.rewrite import prepare
 from bf16kit.converter.source import Feeds, Source
@@ -81,7 +81,8 @@ def convert(
         job = run_source_model(options, source, samples, stage, progress)
         write_traced_formats(job)
         set_aside(True)
-        verified = write_and_verify_torch(job) if source.graph is None else _within_budget(job)
+        with branches_named(job):
+            verified = write_and_verify_torch(job) if source.graph is None else _within_budget(job)
         del source
         job.release_source()
         release_memory()

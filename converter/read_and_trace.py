@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -11,7 +12,7 @@ from bf16kit.artifact.manifest import Manifest, Plan, ProfileEntry, SpecEntry
 from bf16kit.artifact.manifest import Source as SourceEntry
 from bf16kit.artifact.publish import StagingArtifact
 from bf16kit.converter import read as sources
-from bf16kit.converter.graph.dimensions import SIZES
+from bf16kit.converter.graph.dimensions import SIZES, broken, sizes_note
 from bf16kit.converter.options import Options
 from bf16kit.converter.process import program
 from bf16kit.converter.process.progress import Progress
@@ -24,7 +25,7 @@ from bf16kit.converter.verify.random_samples import generate, with_enough
 from bf16kit.converter.verify.samples import Samples
 from bf16kit.converter.write import TRACED
 from bf16kit.converter.write.weights import StoredWeights
-from bf16kit.messages.errors import ConversionError, UsageError
+from bf16kit.messages.errors import ConversionError, RuntimeFailure, UsageError
 
 _NO_MODULE = "this format is made from a torch module, and the source is read as an ONNX graph"
 _REMEDY = "leave out --format or pass --format torchscript to write only what torch runs"
@@ -100,8 +101,9 @@ def read(
     with progress.step(f"reading {options.source.name}", total, then="making its graph") as advance:
         source = sources.read(options, advance) if reader is None else reader(advance)
     source.outputs = with_output_kinds(source.outputs, options.outputs)
-    sizes = () if source.graph is None else source.graph.meta.get(SIZES, ())
-    source.notes = tuple(dict.fromkeys((*check_budget(options.budget, source.outputs), *source.notes, *sizes)))
+    sizes = [] if source.graph is None else source.graph.meta.get(SIZES, [])
+    notes = *check_budget(options.budget, source.outputs), *source.notes, *([sizes_note(sizes)] if sizes else [])
+    source.notes = tuple(dict.fromkeys(notes))
     if source.graph is None:
         source.notes = (*source.notes, _without_graph(options, source))
     return source
@@ -187,6 +189,19 @@ def _load_samples(options: Options, source: Source, progress: Progress) -> Sampl
         if source.graph is not None:
             name_inputs(source.graph, found.inputs)
     return found
+
+
+@contextmanager
+def branches_named(job: Job) -> Iterator[None]:
+    """Add to an error that the samples' sizes break what tracing has taken for granted of them, if they do."""
+    conditions = [] if job.source.graph is None else job.source.graph.meta.get(SIZES, [])
+    inputs = job.source.inputs
+    try:
+        yield
+    except (ConversionError, RuntimeFailure) as error:
+        if (cause := broken(conditions, inputs, job.samples.feeds)) is not None:
+            error.args = (f"{cause}\n{error}",)
+        raise
 
 
 def write_traced_formats(job: Job) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import onnx
 import onnx_ir as ir
 
 from bf16kit.converter.graph.names import FreshNames, values_of
-from bf16kit.numerics.tensors import TensorSpec
+from bf16kit.numerics.tensors import Array, TensorSpec
 
 UNKNOWN = "?"
 # What exporters write for an unknown dimension. PaddlePaddle's exporter calls every one of them "?".
@@ -87,7 +87,38 @@ def corrected_by(spec: TensorSpec, shapes: Collection[Shape]) -> TensorSpec:
 
 
 GUESSED = "bf16kit.guessed"  # a model's metadata, in memory only
-SIZES = "bf16kit.sizes"  # of its ``meta``: notes on the sizes of free dimensions for which the graph holds
+SIZES = "bf16kit.sizes"  # of its ``meta``: the conditions under which the graph holds
+
+
+@dataclass(frozen=True, slots=True)
+class SizeCondition:
+    """What the sizes of free dimensions, by name, must fulfil so that a graph computes what its source does."""
+
+    text: str
+    holds: Callable[[Mapping[str, int]], bool]
+
+
+def sizes_note(conditions: Sequence[SizeCondition]) -> str:
+    """Return a note on the sizes of free dimensions for which a graph holds, if it does not hold for all."""
+    listed = " and ".join(condition.text for condition in conditions)
+    return f"the graph holds only where {listed}: the module branches on sizes, or checks them"
+
+
+def broken(
+    conditions: Sequence[SizeCondition], inputs: Sequence[TensorSpec], feeds: Iterable[Mapping[str, Array]]
+) -> str | None:
+    """Say which of ``conditions`` the first of ``feeds`` that breaks one breaks; None if all fulfil all."""
+    for feed in feeds:
+        dims = ((dim, size) for spec in inputs for dim, size in zip(spec.shape, feed[spec.name].shape, strict=True))
+        sizes = {dim: size for dim, size in dims if isinstance(dim, str)}
+        for condition in conditions:
+            if not condition.holds(sizes):
+                listed = ", ".join(f"{dim} = {size}" for dim, size in sizes.items())
+                return (
+                    f"the graph holds only where {condition.text}, because the module branches on sizes, and a sample"
+                    f" has {listed}; declare dimensions on which it branches as numbers"
+                )
+    return None
 
 
 def mark_guessed(model: ir.Model) -> None:

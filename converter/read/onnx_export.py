@@ -13,6 +13,7 @@ import torch
 from bf16kit.converter.graph.dimensions import SIZES
 from bf16kit.converter.graph.equality import OTHER_FLOATS
 from bf16kit.converter.process.quiet import first_line, innermost, quiet, user_frame
+from bf16kit.converter.read.branches import size_conditions
 from bf16kit.converter.read.simplify import bind, simplify
 from bf16kit.converter.read.sources import parameters_of
 from bf16kit.converter.read.statedict import to_torch
@@ -120,7 +121,7 @@ def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
     with quiet():
         simplify(graph)
     known = {
-        SIZES: list(_bounds(program.exported_program, model.inputs)),
+        SIZES: size_conditions(program.exported_program, model.inputs),
         CHANGED: list(program.exported_program.graph_signature.buffers_to_mutate.values()),
     }
     for value, spec in zip(graph.graph.inputs, model.inputs, strict=True):
@@ -129,17 +130,6 @@ def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
     found = graph.clone()  # drops what the steps above removed, which the exporter's values still refer to
     found.meta.update(known)
     return found
-
-
-def _bounds(program: torch.export.ExportedProgram, inputs: Sequence[TensorSpec]) -> Iterator[str]:
-    """Yield a note for each free dimension for which tracing chose the branch of small sizes."""
-    ranges = {str(symbol): found for symbol, found in program.range_constraints.items()}
-    values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
-    for name, spec in zip(program.graph_signature.user_inputs, inputs, strict=True):
-        for size, dim in zip(values[str(name)].shape, spec.shape, strict=True):
-            most = str(ranges[str(size)].upper) if str(size) in ranges else ""
-            if most.isdigit():
-                yield f"the graph holds for {dim} up to {most}: the module branches on this size, or checks it"
 
 
 def _examples(inputs: Sequence[TensorSpec], examples: Examples | None) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -293,7 +293,31 @@ def test_a_module_whose_graph_computes_something_else_is_refused_with_the_cause(
 @pytest.mark.long
 def test_a_size_at_which_the_module_branches_is_noted(tmp_path: Path, x: Array) -> None:
     result = bf16kit.convert(_Switching(), out=tmp_path / "m" / "1", samples=x[:20], **CHEAP)
-    assert "the graph holds for batch up to 30: the module branches on this size, or checks it" in result.notes
+    assert "the graph holds only where batch <= 30: the module branches on sizes, or checks them" in result.notes
+
+
+class _Padding(nn.Module):
+    """x [batch, n] → [batch, 8]; n is filled up to a multiple of four, as images are for windows of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] % 4:
+            x = nn.functional.pad(x, (0, 4 - x.shape[1] % 4))
+        result: torch.Tensor = self.out(x.reshape(x.shape[0], -1, 4)).mean(1)
+        return result
+
+
+@pytest.mark.long
+def test_a_graph_that_does_not_hold_for_a_sample_is_refused_with_the_size_on_which_the_module_branches(
+    tmp_path: Path,
+) -> None:
+    samples = [graphs.values(16, size) for size in (8, 12)]
+    said = r"holds only where \(x_1 % 4\) != 0, because .* a sample has batch = 16, x_1 = 8; declare dimensions"
+    with pytest.raises(bf16kit.Bf16kitError, match=said):
+        bf16kit.convert(_Padding(), out=tmp_path / "m" / "1", samples=samples, **CHEAP)
 
 
 @pytest.mark.long

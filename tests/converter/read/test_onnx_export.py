@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 import graphs
+from bf16kit.converter.graph.dimensions import SIZES
 from bf16kit.converter.graph.initializers import ComputedTensor
 from bf16kit.converter.read import simplify
 from bf16kit.converter.read.onnx_export import Untranslatable, adapt, to_onnx
@@ -292,6 +293,24 @@ def test_a_module_that_takes_even_sizes_only_is_exported_with_free_sizes() -> No
     graph = to_onnx(adapt(_Halves(), inputs), {})
     x = graphs.values(3, 1, 10, 6)
     np.testing.assert_array_equal(run(graph, inputs, x=x)["output"], _Halves()(torch.from_numpy(x)).numpy())
+
+
+class _Filled(nn.Module):
+    """x [batch, 1, h, w] → its maxima, after h is filled up to a multiple of four."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rest = x.shape[2] % 4
+        return nn.functional.max_pool2d(nn.functional.pad(x, (0, 0, 0, 4 - rest)) if rest else x, 4)
+
+
+def test_the_sizes_for_which_a_graph_holds_are_told() -> None:
+    """torch records more conditions: those that hold for all sizes, or follow from others, are left out."""
+    graph = to_onnx(adapt(_Filled(), (TensorSpec("x", "float32", ("batch", 1, "h", "w")),)), {})
+    wide, filled = graph.meta[SIZES]
+    assert (wide.text, filled.text) == ("w >= 4", "(h % 4) != 0")
+    for h, w in ((7, 12), (8, 12), (7, 3)):
+        sizes = {"batch": 2, "h": h, "w": w}
+        assert (wide.holds(sizes), filled.holds(sizes)) == (w >= 4, h % 4 != 0)
 
 
 def test_chunks_of_a_free_dimension_are_exported() -> None:
