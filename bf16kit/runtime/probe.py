@@ -30,6 +30,8 @@ _ONE_ACCUMULATOR_SUM = 256  # where a single bf16 accumulator of ones stops grow
 # Activations for a product that rounds, each with its rounded value: a tie, and a value above the midpoint.
 _ROUNDED = ((1 + 2.0**-8, 1.0), (1 + 3 * 2.0**-9, 1 + 2.0**-7))
 
+_PRODUCT, _ROUNDING = "MatMul", "MatMulBf16_panels_tail"  # the CPU kernel's operators
+
 Product = Callable[[NDArray[np.float32]], NDArray[Any]]
 
 
@@ -83,7 +85,8 @@ def probe_onnx(device: str, precision: str, library: Path | None = None) -> Accu
     from bf16kit.runtime.ort.session import as_runtime_failure, open_session
 
     rounds = precision == "bf16" and device == CPU
-    session = open_session(_graph(precision, rounds, library is not None), device=device, threads=1, library=library)
+    graph = _graph(precision, rounds, library is not None)
+    session = open_session(graph, device=device, threads=1, library=library, operators=[_PRODUCT, _ROUNDING])
 
     def product(x: NDArray[np.float32]) -> NDArray[Any]:
         with as_runtime_failure(f"the accumulation probe failed on {device}"):
@@ -99,7 +102,7 @@ def _graph(precision: str, rounds: bool, kernel: bool) -> bytes:
     stored = weights().astype(ml_dtypes.bfloat16)
     if kernel and precision != "fp32":
         stored = pack(stored, 1)
-        operator = "MatMulBf16_panels_tail" if rounds else "MatMul"
+        operator = _ROUNDING if rounds else _PRODUCT
         nodes = f'y = {DOMAIN}.{operator}<k={TERMS}, n={_COLUMNS}, layout="panels", activation="none">(x, w)'
     else:
         given = TensorProto.BFLOAT16 if precision == "bf16" else TensorProto.FLOAT

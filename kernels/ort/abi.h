@@ -60,6 +60,8 @@ enum Index : size_t {
   kReleaseTensorTypeAndShapeInfo = 99,
   kReleaseCustomOpDomain = 101,
   kKernelInfoGetAttributeArrayInt64 = 163,
+  kHasSessionConfigEntry = 237,
+  kGetSessionConfigEntry = 238,
   kKernelInfoGetConstantInputTensor = 249,
   kKernelContextParallelFor = 274,
 };

@@ -34,6 +34,8 @@ constexpr Index kAll[] = {
     kReleaseValue,
     kReleaseTensorTypeAndShapeInfo,
     kReleaseCustomOpDomain,
+    kHasSessionConfigEntry,
+    kGetSessionConfigEntry,
     kKernelInfoGetConstantInputTensor,
     kKernelContextParallelFor,
 };

@@ -28,6 +28,7 @@ class FakeRuntime:
         self.sessions: list[int] = []  # the domain of each session
         self.names: dict[int, bytes] = {}
         self.fail_at: int | None = None  # the index of the operator that cannot be added
+        self.listed = b""  # the entry of a session's configuration that lists its operators
         self._live = 0
         self._texts: dict[int, ctypes.Array[ctypes.c_char]] = {}
         self._kept: list[Any] = []
@@ -85,6 +86,12 @@ class FakeRuntime:
             96: (None, (P,), lambda tensor: self._drop(self.tensors, tensor)),
             99: (None, (P,), lambda _: None),
             101: (None, (P,), lambda domain: self._drop(self.domains, domain)),
+            237: (
+                P,
+                (P, ctypes.c_char_p, ctypes.POINTER(C)),
+                lambda *arguments: _give(arguments[2], self.listed != b""),
+            ),
+            238: (P, (P, ctypes.c_char_p, P, ctypes.POINTER(N)), self._read_list),
         }
 
     def _drop(self, kept: dict[int, Any], number: int) -> None:
@@ -103,6 +110,12 @@ class FakeRuntime:
         if len(self.domains[domain]) == self.fail_at:
             return self.error("no room for another operator")
         self.domains[domain].append(operator)
+        return None
+
+    def _read_list(self, _: int, key: bytes, out: int, size: Any) -> int | None:
+        if len(self.listed) >= size[0]:
+            return self.error(f"the entry {key.decode()} is too long")
+        ctypes.memmove(out, self.listed + b"\0", len(self.listed) + 1)
         return None
 
     def _create_tensor(self, _: int, data: int, size: int, dims: Any, count: int, kind: int, out: Any) -> None:

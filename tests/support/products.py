@@ -13,6 +13,7 @@ from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, helper
 import graphs
 from bf16kit.numerics.panels import WIDTH, pack
 from bf16kit.runtime.ort import kernel
+from bf16kit.runtime.ort.onnxgraph import kernel_for
 from bf16kit.runtime.ort.session import Session, as_runtime_failure, open_session
 
 Array = NDArray[Any]
@@ -105,8 +106,9 @@ def lookup(k: int, n: int, stored: Array | None = None, /, **attributes: Any) ->
 
 
 def session(model: ModelProto, *, threads: int = 1) -> Session:
-    """Open a session for ``model`` with the kernel."""
-    return open_session(model.SerializeToString(), threads=threads, library=kernel.LIBRARY)
+    """Open a session for ``model`` with the kernel's operators that it uses."""
+    operators = kernel_for(model).operators
+    return open_session(model.SerializeToString(), threads=threads, library=kernel.LIBRARY, operators=operators)
 
 
 def run(model: ModelProto, *inputs: Array, threads: int = 1) -> Array:

@@ -45,6 +45,7 @@ class Kernel:
     path: str = ""  # one of PATHS, "" = do not register the library
     note: str = ""  # one sentence: why the kernel, or the processor's tiles, are not used
     advice: str = ""  # the cost of that, and the remedy
+    operators: tuple[str, ...] = ()  # those that the graph uses
 
     @property
     def library(self) -> Path | None:

@@ -50,7 +50,7 @@ class OnnxRuntime:
         kernel = kernel_for(graph) if device == CPU else NOT_NEEDED
         self._ends_on_nothing = ends_on_nothing(graph, kernel)
         del graph  # its weights, if they are in it, need not be in memory twice
-        session = open_session(model, device=device, library=kernel.library, **options)
+        session = open_session(model, device=device, library=kernel.library, operators=kernel.operators, **options)
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
         name = options.get("name") or (model.name if isinstance(model, Path) else "the graph")
         for specs, edges in ((self.inputs, session.get_inputs()), (self.outputs, session.get_outputs())):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +59,9 @@ def kernel_for(model: Path | bytes | ModelProto) -> Kernel:
     Raises :class:`ConfigError` as :func:`~bf16kit.runtime.ort.kernel.configured_kernel` does.
     """
     ours = {name for domain, name in _operators(parsed(model), bodies=False) if domain == DOMAIN}
-    return usable_kernel(rounds=any(BF16 in name for name in ours)) if ours else NOT_NEEDED
+    if not ours:
+        return NOT_NEEDED
+    return replace(usable_kernel(rounds=any(BF16 in name for name in ours)), operators=tuple(sorted(ours)))
 
 
 def ends_on_nothing(model: ModelProto, kernel: Kernel) -> bool:

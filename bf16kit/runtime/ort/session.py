@@ -38,6 +38,7 @@ Session: TypeAlias = Any  # onnxruntime.InferenceSession: the package has no typ
 _CUDA_PROVIDER = "CUDAExecutionProvider"
 _CPU_PROVIDER = "CPUExecutionProvider"
 _FATAL = 4
+_LONGEST = 2000  # bytes of a list of operators: an entry of the configuration holds 4,096
 _DRIVER = "libcuda.so.1"
 _CHECK = "check that nvidia-smi lists a device here (in a container: docker run --gpus all)"
 # CUDA's codes for a driver that is a stub or too old, no device, no such device, and a device that cannot be used.
@@ -72,6 +73,7 @@ def open_session(
     values: Mapping[str, NDArray[Any]] | None = None,
     base_dir: Path | None = None,
     library: Path | None = None,
+    operators: Sequence[str] = (),
     optimise: bool = True,
     pack: bool = True,
     arena: bool = False,
@@ -85,7 +87,8 @@ def open_session(
     * ``values``: initializers that the session reads in place and keeps alive. The file that the graph names for them
       must exist but is not read. Only operators that read an input in place may use them. None of them is folded.
     * ``base_dir``: the directory of the external data of a model given as bytes.
-    * ``library``: custom operators (:mod:`bf16kit.runtime.ort.kernel`).
+    * ``library``: custom operators (:mod:`bf16kit.runtime.ort.kernel`); ``operators``: those of them that the graph
+      uses, () is all. ONNX Runtime describes each anew for each session, which takes 8 ms for all.
     * ``optimise``: if false, every operator runs as the graph says; none is fused, folded or dropped.
     * ``pack``: if false, products read their weights in place; else each is copied once, into the fastest layout.
     * ``arena``: keep a CPU run's memory for the next, for many runs of equal shapes by a session that is closed soon.
@@ -131,7 +134,7 @@ def open_session(
     name = name or (model.name if isinstance(model, Path) else f"a graph of {len(model)} bytes")
     with as_runtime_failure(f"ONNX Runtime cannot load {name} on {device}"):
         if library is not None:
-            options.register_custom_ops_library(str(library))
+            _register(options, library, operators)
         # Without enable_fallback=0 a provider that fails is replaced by another one, with a message to the terminal.
         session = ort.InferenceSession(model, options, providers=providers, enable_fallback=0)
     session.bf16kit_values = shared  # keeps their memory alive as long as the session
@@ -141,6 +144,14 @@ def open_session(
             " CUDA and cuDNN libraries this onnxruntime-gpu was built for are installed, or run on the CPU"
         )
     return session
+
+
+def _register(options: Any, library: Path, operators: Sequence[str]) -> None:
+    """Register ``operators`` of ``library``; all if there are none, or too many for an entry of the configuration."""
+    listed = f",{','.join(operators)},"  # as kernels/ort/domain.cpp reads it
+    if operators and len(listed) <= _LONGEST:
+        options.add_session_config_entry("bf16kit.operators", listed)
+    options.register_custom_ops_library(str(library))
 
 
 def has_cuda() -> bool:

@@ -4,6 +4,7 @@ import _ctypes
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def test_the_fastest_path_that_this_processor_can_run_is_chosen() -> None:
     if {"amx_tile", "amx_bf16"} <= flags and not found.note:
         assert found == Kernel("amx")
     else:
-        assert found == Kernel(*rounds or [expected])
+        assert found == Kernel((rounds or [expected])[0])
 
 
 @built
@@ -175,7 +176,8 @@ def test_a_graph_without_our_nodes_needs_no_kernel_and_reports_none(
 def test_a_graph_with_our_nodes_at_any_level_needs_the_kernel(model: ModelProto, tmp_path: Path) -> None:
     path = tmp_path / "cpu.onnx"
     path.write_bytes(model.SerializeToString())
-    assert kernel_for(path) == kernel_for(path.read_bytes()) == usable_kernel() != NOT_NEEDED
+    needed = replace(usable_kernel(), operators=("MatMul",))
+    assert kernel_for(path) == kernel_for(path.read_bytes()) == needed != NOT_NEEDED
 
 
 # --- the releases of ONNX Runtime that are tested (make test-kernel-versions); messages and docs name the same --------

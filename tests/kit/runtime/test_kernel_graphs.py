@@ -3,6 +3,7 @@
 kernels/tests/property_test.cpp compares random products on every path, and which results must be bit-identical.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import ml_dtypes
@@ -14,6 +15,7 @@ from onnx import TensorProto
 from products import ACTIVATIONS, LAYOUTS, Array, exact, product, run
 
 import graphs
+from bf16kit.messages.errors import RuntimeFailure
 from bf16kit.runtime.ort import kernel
 from bf16kit.runtime.ort.session import open_session
 
@@ -77,6 +79,16 @@ def test_the_number_of_threads_changes_no_bit(layout: str, rows: int) -> None:
     alone = run(model, x, threads=1)
     assert np.array_equal(run(model, x, threads=2), alone)
     assert np.array_equal(run(model, x, threads=3), alone)
+
+
+@pytest.mark.parametrize("listed", [(), ("MatMul_panels",), ("GRU", "MatMul_panels")])
+def test_a_session_has_the_operators_that_it_lists_and_without_a_list_all(listed: Sequence[str]) -> None:
+    model = product(graphs.values(64, 40), operator="MatMul_panels")
+    assert not model.functions  # only the kernel can run it
+    for others in ("GRU", "MatMul", "MatMul_panels_bias", "MatMulBf16_panels"):
+        with pytest.raises(RuntimeFailure, match="MatMul_panels"):
+            open_session(model.SerializeToString(), library=kernel.LIBRARY, operators=[others])
+    assert open_session(model.SerializeToString(), library=kernel.LIBRARY, operators=listed)
 
 
 def test_weights_are_read_in_place_from_the_mapped_file(tmp_path: Path) -> None:

@@ -43,6 +43,20 @@ def test_sessions_of_one_runtime_share_a_domain_and_two_runtimes_have_one_each(l
 
 
 @built
+def test_each_list_of_operators_has_a_domain_with_these_alone(library: ctypes.CDLL) -> None:
+    runtime = fake()
+    for runtime.listed in (b",MatMul,GRU,", b"", b",GRU,", b",MatMul,GRU,", b",MatMul_,NoOperator,"):
+        assert runtime.register(library) == ""
+    both, every, one, again, none = runtime.sessions
+    assert [len(runtime.domains[domain]) for domain in (both, one, none)] == [2, 1, 0]
+    assert set(runtime.domains[one]) < set(runtime.domains[both]) < set(runtime.domains[every])
+    assert (both, len(runtime.domains)) == (again, 4)
+    runtime.listed = b",GRU" * 2000
+    assert runtime.register(library) == "the entry bf16kit.operators is too long"
+    assert (len(runtime.domains), runtime.errors) == (4, {})
+
+
+@built
 @pytest.mark.parametrize("at", [0, 7])
 def test_a_domain_that_could_not_be_filled_is_released_and_made_again(at: int, library: ctypes.CDLL) -> None:
     runtime = fake()
