@@ -79,6 +79,7 @@ def main() -> None:
         _end(_UNUSABLE, str(error))
     except MemoryError:
         _end(_UNUSABLE, f"takes more than the {memory / 1e9:.1f} GB of memory that are here")
+    _end(0, "")  # at once: to clean up takes a sixth of this process's time
 
 
 def _end(code: int, text: str) -> None:
