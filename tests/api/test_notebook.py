@@ -12,7 +12,7 @@ _CELLS = json.loads((Path(__file__).parents[2] / "examples/quickstart.ipynb").re
 _CODE = [cell for cell in _CELLS if cell["cell_type"] == "code"]
 # Runs the cells as a notebook does: in one namespace, showing the value of a cell that ends with an expression.
 _RUN = """
-import ast, json, sys
+import ast, gc, json, sys
 names = {}
 for source in json.load(sys.stdin):
     *body, last = ast.parse(source).body
@@ -21,6 +21,7 @@ for source in json.load(sys.stdin):
     shown = eval(compile(ast.Expression(last.value), "cell", "eval"), names) if value else None
     for show in ("__repr__", "_repr_html_"):
         print(show, len(getattr(shown, show)()) if value and hasattr(shown, show) else 0)
+gc.freeze()
 """
 
 

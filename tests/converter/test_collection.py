@@ -32,16 +32,18 @@ def models(tmp_path: Path) -> Path:
 
 
 @pytest.mark.long
-def test_each_checkpoint_is_converted_once_and_the_exit_code_is_the_worst(models: Path, tmp_path: Path) -> None:
-    """Both processes import all libraries of a conversion, which takes over five seconds on a busy machine."""
+def test_each_checkpoint_is_converted_once_and_the_exit_code_is_the_worst(
+    cli: Cli, models: Path, tmp_path: Path
+) -> None:
+    """Each conversion imports all libraries, which takes over five seconds on a busy machine."""
     out = tmp_path / "repo"
-    first = process("checkpoint", models, "--out", out, *QUICK, "--jobs", "2").published()
+    first = cli("checkpoint", models, "--out", out, *QUICK, "--jobs", "2").published()
     assert "2 of 2 checkpoints converted" in first.out
     assert "skipped: README.md: is a text file" in first.out
     assert set(Artifact.open(out / "a" / "1").manifest.profiles) == {"cpu"}
     (models / "c.gguf").write_bytes(b"GGUF\x03\0\0\0")
     onnx.save(graphs.mlp((8, 40, 8)), models / "b.onnx")
-    second = process("checkpoint", models, "--out", out, *QUICK)
+    second = cli("checkpoint", models, "--out", out, *QUICK)
     assert second.code == 2
     assert "a version 1: done before" in second.err
     assert "b version 2: converted" in second.err
@@ -68,19 +70,19 @@ def test_code_beside_the_checkpoints_is_run_only_if_an_option_names_it(models: P
 
 
 @pytest.mark.long
-def test_options_of_one_model_override_or_unset_the_command_s(models: Path, tmp_path: Path) -> None:
+def test_options_of_one_model_override_or_unset_the_command_s(cli: Cli, models: Path, tmp_path: Path) -> None:
     """One model brings its own architecture, so the ``--model`` of the others must not apply to it."""
     (models / "b.onnx").unlink()
     (tmp_path / "own").mkdir()
     given = ("--out", tmp_path / "r", *QUICK, "--seed", "1", "--model", "architectures:Mlp")
-    refused = process("checkpoint", models, *given, "--per-model", tmp_path / "own")
+    refused = cli("checkpoint", models, *given, "--per-model", tmp_path / "own")
     assert refused.code == 2
     assert "--model: an ONNX file brings its own architecture" in refused.err
     (tmp_path / "own" / "a.onnx.yaml").write_text(
         "model: null\nformat: null\nprofile: [cuda]\nname: renamed\nseed: 7\nresidual: false\n"
         "budget: {relative_l2: 0.02}\n"
     )
-    process("checkpoint", models, *given, "--per-model", tmp_path / "own").published()
+    cli("checkpoint", models, *given, "--per-model", tmp_path / "own").published()
     manifest = Artifact.open(tmp_path / "r" / "renamed" / "1").manifest
     assert (manifest.seed, manifest.options["residual"], manifest.budget["relative_l2"]) == (7, False, 0.02)
     assert set(manifest.profiles) == {"cuda"}
@@ -96,7 +98,7 @@ def heeded() -> Iterator[None]:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("heeded")
-def test_ctrl_c_keeps_finished_conversions_and_the_next_run_continues(models: Path, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_finished_conversions_and_the_next_run_continues(cli: Cli, models: Path, tmp_path: Path) -> None:
     names = "abcd"  # so many that the signal arrives before the last conversion, even if this process is slow
     for name in names[2:]:
         onnx.save(graphs.mlp((8, 40, 8)), models / f"{name}.onnx")
@@ -118,17 +120,17 @@ def test_ctrl_c_keeps_finished_conversions_and_the_next_run_continues(models: Pa
     assert f"{len(done)} of 4 checkpoints converted" in told
     assert "interrupted" in told
     assert not any((out / RECORDS / f"{name}.sha256").exists() for name in names[len(done) + 1 :])  # not even started
-    process("checkpoint", models, "--out", out, *QUICK).published()
+    cli("checkpoint", models, "--out", out, *QUICK).published()
     assert all((out / name / "1").is_dir() for name in names)
 
 
 @pytest.mark.long
-def test_changed_samples_make_a_new_version(models: Path, tmp_path: Path) -> None:
+def test_changed_samples_make_a_new_version(cli: Cli, models: Path, tmp_path: Path) -> None:
     (models / "b.onnx").unlink()
     samples = tmp_path / "sample.npz"
     for value, status in ((1, "version 1: converted"), (1, "version 1: done before"), (2, "version 2: converted")):
         np.savez(samples, x=np.full((2, 16), value, np.float32))
-        found = process("checkpoint", models, "--out", tmp_path / "r", *QUICK, "--samples", samples)
+        found = cli("checkpoint", models, "--out", tmp_path / "r", *QUICK, "--samples", samples)
         assert f"a {status}" in found.err
 
 

@@ -20,11 +20,13 @@ from bf16kit.runtime.ort import kernel
 pytestmark = pytest.mark.long  # conversions in two processes, and on every path
 
 CONVERT = """
-import json, sys
+import gc, json, sys
 if sys.argv[1] == "torch":
     import torch, transformers, scipy
 from bf16kit.converter.cli import run
-sys.exit(max(run(["checkpoint", *arguments]) for arguments in json.loads(sys.argv[2])))
+code = max(run(["checkpoint", *arguments]) for arguments in json.loads(sys.argv[2]))
+gc.freeze()
+sys.exit(code)
 """
 UNLIKE = (
     {"PYTHONHASHSEED": "1"},
