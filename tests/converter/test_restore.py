@@ -10,7 +10,8 @@ import pytest
 import safetensors.torch
 import torch
 from architectures import Mlp, seeded
-from converting import MLP, ONNX_ONLY, Cli, process, tree
+from converting import MLP, ONNX_ONLY, Cli, tree
+from openfiles import files_of_at_most
 from restored import Array, assert_restored
 from safetensors import safe_open
 from safetensors.numpy import save_file
@@ -95,8 +96,9 @@ def test_a_tensor_name_that_safetensors_reserves_is_rejected(cli: Cli, tmp_path:
     assert not target.parent.exists()
 
 
-def test_a_full_disk_leaves_no_partial_file(small: Artifact, tmp_path: Path) -> None:
-    done = process("restore", small.path, "--out", tmp_path / "out", largest_file=1 << 10)
+def test_a_full_disk_leaves_no_partial_file(cli: Cli, small: Artifact, tmp_path: Path) -> None:
+    with files_of_at_most(1 << 10):
+        done = cli("restore", small.path, "--out", tmp_path / "out")
     done.refused(2, f"{tmp_path / 'out'}: disk full")
     assert tree(tmp_path) == []
 

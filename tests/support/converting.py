@@ -54,16 +54,9 @@ def run_command(*arguments: str | Path) -> Outcome:
     return Outcome(code, out.getvalue(), err.getvalue())
 
 
-def process(*arguments: str | Path, cwd: Path | None = None, largest_file: int | None = None) -> Outcome:
-    """Run ``bf16-convert`` in its own process, which cannot write a file of more than ``largest_file`` bytes.
-
-    At that size, writing fails with EFBIG, much as it fails with ENOSPC on a full disk, because Python ignores the
-    signal SIGXFSZ. A program sets the limit instead of ``preexec_fn``, because ``preexec_fn`` runs in a fork of this
-    process, which gRPC's threads may abort.
-    """
+def process(*arguments: str | Path, cwd: Path | None = None) -> Outcome:
+    """Run ``bf16-convert`` in its own process."""
     command = [str(Path(sys.executable).with_name("bf16-convert")), *map(str, arguments)]
-    if largest_file is not None:
-        command = ["prlimit", f"--fsize={largest_file}", *command]
     # SUPPORT is for --model architectures:…; the caller's path, which may have a checkout's own code, comes first
     path = [os.environ.get("PYTHONPATH", ""), str(SUPPORT)]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path))}

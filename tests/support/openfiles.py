@@ -1,4 +1,4 @@
-"""Bring this process to its limit of open files, or of threads."""
+"""Bring this process to its limit of open files, of a file's size, or of threads."""
 
 import os
 import resource
@@ -21,6 +21,21 @@ def no_more_files(but: int = 0) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Let this process write no file of more than ``size`` bytes.
+
+    At that size, writing fails with EFBIG, much as it fails with ENOSPC on a full disk, because Python ignores the
+    signal SIGXFSZ.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @contextmanager

@@ -17,7 +17,8 @@ import pytest
 import recovering
 import torch
 from architectures import Cnn, Mlp, Tied, save
-from converting import MLP, SUPPORT, Cli, Outcome, process, run_command, tree
+from converting import MLP, SUPPORT, Cli, Outcome, run_command, tree
+from openfiles import files_of_at_most
 from safetensors.numpy import load_file
 from waiting import until
 
@@ -31,9 +32,12 @@ SHIFTED = ("--model", "recovering:Shifted", "--input", "x:float32:batch,16")
 CHEAP = ("--format", "onnx", "--profile", "cpu", "--device", "cpu")
 
 
-def _flags(loader: str = "shuffled", steps: int = 60, evaluation: str | None = "held_out") -> tuple[str, ...]:
+def _flags(
+    loader: str = "shuffled", steps: int = 60, evaluation: str | None = "held_out", *, report: bool = False
+) -> tuple[str, ...]:
     judged = () if evaluation is None else ("--eval", f"recovering:{evaluation}")
-    return (*CHEAP, "--data", f"recovering:{loader}", *judged, "--steps", str(steps))
+    more = () if report else ("--no-report",)
+    return (*CHEAP, "--data", f"recovering:{loader}", *judged, "--steps", str(steps), *more)
 
 
 @pytest.fixture(scope="session")
@@ -46,7 +50,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def recovered(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
     target = tmp_path_factory.mktemp("recovered") / "m" / "1"
-    done = run_command("recover", source, *SHIFTED, *_flags(), "--precision", "32-true", "--out", target)
+    done = run_command("recover", source, *SHIFTED, *_flags(report=True), "--precision", "32-true", "--out", target)
     return target, done.published()
 
 
@@ -191,7 +195,7 @@ def test_a_dynamic_scale_backs_off_and_grows_and_bf16_alone_needs_none(source: P
 @pytest.mark.long
 def test_training_that_only_worsens_the_model_keeps_the_initial_weights(cli: Cli, tmp_path: Path) -> None:
     source, plain, target = save(tmp_path / "mlp.pt", Mlp()), tmp_path / "plain" / "1", tmp_path / "m" / "1"
-    cli("checkpoint", source, *MLP, "--format", "onnx", "--profile", "cpu", "--out", plain).published()
+    cli("checkpoint", source, *MLP, "--format", "onnx", "--profile", "cpu", "--no-report", "--out", plain).published()
     wild = (*_flags("scattered", 4, "scattered"), "--learning-rate", "0.9", "--precision", "32-true")
     done = cli("recover", source, *MLP, *wild, "--out", target).published()
     assert _entry(target).training.kept == 0
@@ -207,7 +211,9 @@ def test_training_that_only_worsens_the_model_keeps_the_initial_weights(cli: Cli
 def test_weights_that_help_only_on_training_data_are_not_published(source: Path, cli: Cli, tmp_path: Path) -> None:
     """The evaluation inputs have another level, at which the fitted biases are wrong."""
     target, plain = tmp_path / "m" / "1", tmp_path / "plain" / "1"
-    cli("checkpoint", source, *SHIFTED, *CHEAP[:4], "--allow-over-budget", "--no-search", "--out", plain).published()
+    cli(
+        "checkpoint", source, *SHIFTED, *CHEAP[:4], "--allow-over-budget", "--no-search", "--no-report", "--out", plain
+    ).published()
     flags = (*SHIFTED, *_flags("unlabelled", 4, "scattered"), "--precision", "32-true", "--allow-over-budget")
     done = cli("recover", source, *flags, "--out", target).published()
     assert "because the trained weights did worse on recovering:scattered" in done.out
@@ -232,12 +238,12 @@ def test_folded_batchnorm_and_tied_weights_are_trained_as_the_artifact_rounds_th
 
 
 @pytest.mark.long
-def test_a_full_disk_during_training_is_reported(source: Path, tmp_path: Path) -> None:
+def test_a_full_disk_during_training_is_reported(source: Path, cli: Cli, tmp_path: Path) -> None:
     """The file size limit fits the artifact, but not a checkpoint with the optimiser's moments."""
-    flags = (*SHIFTED, *_flags(steps=40), "--checkpoint-every", "1", "--no-report")
-    process("recover", source, *flags, "--out", tmp_path / "m" / "1", largest_file=20000).refused(
-        2, "last.ckpt: cannot be written (", "free some space"
-    )
+    flags = (*SHIFTED, *_flags(steps=40), "--checkpoint-every", "1")
+    with files_of_at_most(20000):
+        done = cli("recover", source, *flags, "--out", tmp_path / "m" / "1")
+    done.refused(2, "last.ckpt: cannot be written (", "free some space")
     assert tree(tmp_path) == []
 
 

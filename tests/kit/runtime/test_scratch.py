@@ -4,7 +4,6 @@ import errno
 import fcntl
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from openfiles import files_of_at_most
 
 from bf16kit.runtime.memory import scratch
 from bf16kit.runtime.memory.scratch import ScratchUnavailable, scratch_file
@@ -98,13 +98,8 @@ def test_a_directory_that_cannot_hold_files_is_named_in_the_error(monkeypatch: p
 
 def test_a_lack_of_space_is_detected_before_anything_is_written(tmp_path: Path) -> None:
     """If a full disk were detected only when a mapped page is written, the process would be killed."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
-    try:
-        with pytest.raises(ScratchUnavailable):
-            make(2 << 20, tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with files_of_at_most(1 << 20), pytest.raises(ScratchUnavailable):
+        make(2 << 20, tmp_path)
     assert files(tmp_path) == []
 
 

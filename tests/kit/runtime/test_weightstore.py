@@ -7,7 +7,6 @@ import gc
 import mmap
 import os
 import re
-import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 from containers import in_container
 from mapped import deleted_kb
 from numpy.typing import NDArray
+from openfiles import files_of_at_most
 
 from bf16kit.runtime.memory.filestore import FileWeightStore
 from bf16kit.runtime.memory.weightstore import LARGE_PAGE, PRIVATE_STORE, create_filled, map_read_only
@@ -133,13 +133,8 @@ def test_a_lack_of_memory_is_a_memory_error_at_each_step_and_no_failure_leaves_a
         map_read_only(descriptor, 1 << 62)
     with pytest.raises(MemoryError):
         create_filled(1 << 60, fill)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, hard))
-    try:
-        with pytest.raises(MemoryError):
-            create_filled(SIZE + 1, fill)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with files_of_at_most(SIZE), pytest.raises(MemoryError):
+        create_filled(SIZE + 1, fill)
 
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
