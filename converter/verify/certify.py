@@ -38,6 +38,11 @@ from bf16kit.runtime.memory.weights import Weights, rebuilt_weights
 
 _MAX_REASON = 160  # characters of ONNX Runtime's reason; the rest of the message is as long again
 
+_MADE_FOR_SIZES = (
+    ". If the source itself runs on all of them, as on the first, its graph was made for some sizes only: declare free"
+    " dimensions as the numbers that they are"
+)
+
 
 @dataclass(slots=True)
 class Certified:
@@ -135,6 +140,7 @@ def _certify_reference(
             raise RuntimeFailure(
                 f"the fp32 reference does not run on {samples.origin}: {brief(error, _MAX_REASON)}\nIf these samples do"
                 f" not fit the model, pass others with {samples_usage(reference.inputs)}"
+                f"{_MADE_FOR_SIZES if oracle_run.outputs else ''}"
             ) from error
         rows_interact = isinstance(source, OracleReference) and not source.rowwise
         axis = None if rows_interact else batch_axis(reference, reference.inputs, reference.outputs, samples.feeds)

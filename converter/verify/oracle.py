@@ -51,8 +51,9 @@ _MISSED = 16.0
 _RANDOM = frozenset({"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike"})
 _RANDOM |= {"RandomUniform", "RandomUniformLike"}
 _ADVICE = (
-    "Reading, exporting or preparing the model changed what it computes. Export it to ONNX by other means, or with a"
-    " newer opset, and convert that, or use other versions of torch and onnxscript; please report it"
+    "Reading, exporting or preparing the model changed what it computes. If it branches on a free dimension, declare"
+    " that as a number. Otherwise export it to ONNX by other means, or with a newer opset, and convert that, or use"
+    " other versions of torch and onnxscript; please report it"
 )
 # ONNX Runtime's DFT of a length that is no power of two has the errors of coarser arithmetic, which grow with the
 # length: 3e-5 (relative_l2) at 400, as in torchaudio's and Whisper's spectrograms, 8e-5 at 1,000. Torch's are 1e-7.

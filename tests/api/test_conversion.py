@@ -265,6 +265,18 @@ class _Switching(Mlp):
         return super().forward(x) if x.shape[0] <= 30 else super().forward(2 * x)
 
 
+class _Graded(nn.Module):
+    """x [n, time, 16] → its even steps, graded; torch fixes their number without a word, since it is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        even = x[:, ::2]
+        return self.out(even * torch.linspace(0, 1, even.shape[1])[:, None])
+
+
 class _Nearest(nn.Module):
     """points [n, 3] → what each point and its third neighbour are; it takes no fewer points than three."""
 
@@ -318,6 +330,15 @@ def test_a_graph_that_does_not_hold_for_a_sample_is_refused_with_the_size_on_whi
     said = r"holds only where \(x_1 % 4\) != 0, because .* a sample has batch = 16, x_1 = 8; declare dimensions"
     with pytest.raises(bf16kit.Bf16kitError, match=said):
         bf16kit.convert(_Padding(), out=tmp_path / "m" / "1", samples=samples, **CHEAP)
+
+
+@pytest.mark.long
+def test_a_graph_that_runs_on_no_other_sizes_than_its_example_is_refused_with_what_to_declare(tmp_path: Path) -> None:
+    samples = [graphs.values(4, steps, 16) for steps in (20, 24)]
+    with pytest.raises(
+        bf16kit.RuntimeFailure, match="made for some sizes only: declare free dimensions as the numbers"
+    ):
+        bf16kit.convert(_Graded(), out=tmp_path / "m" / "1", samples=samples, **CHEAP)
 
 
 @pytest.mark.long
