@@ -16,7 +16,7 @@ from bf16kit.numerics.tensors import TensorSpec
 
 _TRIED = 256  # combinations of sizes
 _LARGEST = 2.0**24  # of them
-_ASSUMED = 2  # torch takes any free size for at least this, and its graphs hold for 1 nevertheless
+_SMALLEST = 2  # torch takes no free size for 1, and its graphs hold for it nevertheless
 
 
 def size_conditions(program: torch.export.ExportedProgram, inputs: Sequence[TensorSpec]) -> list[SizeCondition]:
@@ -30,7 +30,7 @@ def size_conditions(program: torch.export.ExportedProgram, inputs: Sequence[Tens
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     free: dict[str, str] = {}  # dimensions, by torch's symbols
     ranges: Mapping[Any, Any] = program.range_constraints
-    recorded = [symbol >= each.lower for symbol, each in ranges.items() if each.lower > _ASSUMED]
+    recorded = [symbol >= each.lower for symbol, each in ranges.items()]
     recorded += [symbol <= each.upper for symbol, each in ranges.items() if each.upper.is_Integer]  # not infinity
     for name, spec in zip(program.graph_signature.user_inputs, inputs, strict=True):
         for size, dim in zip(values[str(name)].shape, spec.shape, strict=True):
@@ -39,7 +39,7 @@ def size_conditions(program: torch.export.ExportedProgram, inputs: Sequence[Tens
                 recorded += [each.expr for one in asserted for each in one]
                 free[str(size.node.expr)] = dim
     dims = [*dict.fromkeys(free.values())]
-    exponents = np.random.default_rng(0).uniform(0, math.log2(_LARGEST), (_TRIED, len(dims)))
+    exponents = np.random.default_rng(0).uniform(math.log2(_SMALLEST), math.log2(_LARGEST), (_TRIED, len(dims)))
     tried = [dict(zip(dims, map(int, row), strict=True)) for row in np.exp2(exponents)]
     found: list[SizeCondition] = []
     for expression in recorded:
