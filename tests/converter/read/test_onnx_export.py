@@ -326,27 +326,6 @@ def test_chunks_of_a_free_dimension_are_exported() -> None:
     assert "SplitToSequence" in [node.op_type for node in graph.graph]
 
 
-class _Copying(nn.Module):
-    """x [batch, 16] → x with its first column in three others. torch's own translation of copy_ does not broadcast."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x * 2
-        y[:, 3:6].copy_(x[:, :1])
-        return y
-
-
-def test_what_is_copied_into_a_part_of_a_tensor_is_broadcast_to_it() -> None:
-    x = graphs.values(3, 16)
-    found = run(to_onnx(adapt(_Copying(), X), {}), X, x=x)["output"]
-    np.testing.assert_array_equal(found, _Copying()(torch.from_numpy(x)).numpy())
-
-
-def test_the_logarithm_of_a_sigmoid_is_finite_where_the_sigmoid_vanishes() -> None:
-    x = np.linspace(-200, 200, 48, dtype=np.float32).reshape(3, 16)
-    found = run(to_onnx(adapt(nn.LogSigmoid(), X), {}), X, x=x)["output"]
-    np.testing.assert_allclose(found, nn.LogSigmoid()(torch.from_numpy(x)).numpy(), rtol=1e-6, atol=1e-6)
-
-
 def test_what_torch_fixes_though_it_is_free_is_named_with_what_to_declare() -> None:
     model = adapt(nn.RNN(4, 8), (TensorSpec("x", "float32", ("steps", 3, 4)),))
     said = r"fixes dimension 0 of x\[steps,3,4\] at the example's size, 2; for ONNX, declare"
