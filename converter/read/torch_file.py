@@ -106,7 +106,11 @@ def _array(path: Path, name: str, tensor: torch.Tensor) -> Array:
         pass
     if tensor.layout is not torch.strided:
         raise SourceError(f"{path}: tensor {name!r} is sparse ({tensor.layout}); make it dense: tensor.to_dense()")
-    raise SourceError(f"{path}: tensor {name!r} has the unknown dtype {str(tensor.dtype).removeprefix('torch.')}")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.is_complex():
+        remedy = "keep torch.view_as_real of it in the module, and take torch.view_as_complex of that in forward"
+        raise SourceError(f"{path}: tensor {name!r} is complex ({dtype}); {remedy}")
+    raise SourceError(f"{path}: tensor {name!r} has the unknown dtype {dtype}")
 
 
 def check_bytes(path: Path) -> None:

@@ -91,7 +91,7 @@ def test_torchs_legacy_format_is_read_if_it_is_trusted(tmp_path: Path) -> None:
     [
         ([torch.ones(2)], "holds a list, expected a state dict"),
         ({}, "holds no tensors at its top level, nor under 'state_dict'; it has nothing"),
-        ({"w": torch.ones(2, dtype=torch.complex64)}, "tensor 'w' has the unknown dtype complex64"),
+        ({"w": torch.ones(2, dtype=torch.cfloat)}, r"tensor 'w' is complex \(complex64\); keep torch.view_as_real"),
         ({"w": torch.ones(2, 2).to_sparse()}, r"tensor 'w' is sparse \(torch.sparse_coo\); make it dense"),
         ({"w": torch.ones(2, device="meta")}, "tensor 'w' .*meta"),
     ],
