@@ -3,8 +3,6 @@
 Tests run side by side in several processes under ``pytest -n``; those marked ``alone`` wait for a turn without others.
 """
 
-import functools
-import gc
 import os
 import shutil
 import sys
@@ -15,6 +13,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from madeonce import keep_what_libraries_made
 from turns import Turns
 
 from bf16kit.runtime.ort import kernel
@@ -72,30 +71,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture(autouse=True)
 def _what_libraries_make_is_made_once() -> None:
-    """Save time after a test has imported large libraries. Neither measure changes what a test sees."""
+    """Save time after a test has imported large libraries."""
     global _modules_at_last_freeze
     if len(sys.modules) > _modules_at_last_freeze + 50:
-        _collect_only_what_is_new()
-        _keep_torchs_tables_of_operators()
+        keep_what_libraries_made()
         _modules_at_last_freeze = len(sys.modules)
-
-
-def _collect_only_what_is_new() -> None:
-    """Set all present objects aside: the many collections of a conversion would spend a third of its time on them."""
-    gc.collect()  # garbage that is frozen is never freed
-    gc.freeze()
-
-
-def _keep_torchs_tables_of_operators() -> None:
-    """Cache the exporter's table of ONNX functions, and torch's operators that export may keep whole.
-
-    Filling them takes 0.4 s and 0.08 s of each export. No test adds to them.
-    """
-    registration = sys.modules.get("torch.onnx._internal.exporter._registration")
-    if registration is None or not isinstance(vars(registration.ONNXRegistry)["from_torchlib"], classmethod):
-        return
-    kept = staticmethod(functools.cache(registration.ONNXRegistry.from_torchlib))
-    registration.ONNXRegistry.from_torchlib = kept
-    operators = sys.modules["torch._export.utils"]
-    for name in ("_materialize_cpp_cia_ops", "_collect_all_valid_cia_ops_for_namespace"):
-        vars(operators)[name] = functools.cache(vars(operators)[name])

@@ -11,6 +11,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from madeonce import fill_torchs_tables, keep_what_libraries_made
+
 from fuzzing import confined, judge
 from fuzzing.canary import Canary
 from fuzzing.mutate import Mutant, mutant
@@ -73,8 +75,9 @@ def warm(found: tuple[Seed, ...], work: Path) -> list[str]:
             if name not in sys.modules:
                 with contextlib.suppress(ImportError):  # some modules are created by others: no importer finds them
                     importlib.import_module(name)
-    gc.collect()  # garbage that is set aside is never freed
-    gc.freeze()  # otherwise every child would visit, and so copy, the half million objects of torch
+        keep_what_libraries_made()  # otherwise every child would visit, and so copy, the half million objects of torch
+        fill_torchs_tables()
+        gc.freeze()  # these, too
     return faults
 
 
