@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 _SERVER = """
-import importlib, json, os, select, signal, sys, time
+import gc, importlib, json, os, select, signal, sys, time
+import jinja2, matplotlib.backends.backend_svg  # a report needs them
 for name in ("converter.convert", "converter.restore", "converter.read.onnx_file", "runtime.ort.onnx"):
     importlib.import_module(f"bf16kit.{name}")
 from bf16kit.converter.cli import run
+gc.freeze()  # the children share what none of their collections visits
 
 TOUCHES = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.listdir", "os.scandir", "shutil.rmtree"}
 PROGRAM = tuple(path for path in (sys.prefix, sys.base_prefix, *sys.path) if path)  # imports are not what is counted
