@@ -101,9 +101,7 @@ def read(
     with progress.step(f"reading {options.source.name}", total, then="making its graph") as advance:
         source = sources.read(options, advance) if reader is None else reader(advance)
     source.outputs = with_output_kinds(source.outputs, options.outputs)
-    sizes = [] if source.graph is None else source.graph.meta.get(SIZES, [])
-    notes = *check_budget(options.budget, source.outputs), *source.notes, *([sizes_note(sizes)] if sizes else [])
-    source.notes = tuple(dict.fromkeys(notes))
+    source.notes = tuple(dict.fromkeys((*check_budget(options.budget, source.outputs), *source.notes)))
     if source.graph is None:
         source.notes = (*source.notes, _without_graph(options, source))
     return source
@@ -152,6 +150,10 @@ def run_source_model(
             )
     if source.graph is not None:
         source.oracle = None
+        conditions, checked = source.graph.meta.get(SIZES, []), found.feeds[: len(outputs.outputs)]
+        # One that these break does not matter, or they will show that the graph is wrong.
+        if unbroken := [each for each in conditions if broken([each], source.inputs, checked) is None]:
+            notes.append(sizes_note(unbroken))
     if found.expected:
         with progress.step("comparing with the expected outputs"):
             wrong = check_expected_outputs(found, outputs)
