@@ -74,15 +74,21 @@ class OnnxRuntime:
         session = self._session
         if session is None:
             raise RuntimeFailure("the model is closed")
-        if self._ends_on_nothing and (empty := [name for name, array in feeds.items() if not array.size]):
-            shape = describe(feeds[empty[0]].shape)
-            reason = f"{empty[0]} has shape {shape}; a model with an LSTM or GRU needs at least one row and one step"
-            raise InputRefused(reason, reason)
+        if any(self._ends_on_nothing):
+            self._refuse_nothing(feeds)
         names = self._output_names if outputs is None else list(outputs)
         if seconds is None:
             return self._run(session, names, feeds)
         with run_options_with_timeout(seconds) as options:
             return self._run(session, names, feeds, options, seconds)
+
+    def _refuse_nothing(self, feeds: Mapping[str, Array]) -> None:
+        nothing, no_rows = self._ends_on_nothing
+        empty = {name: array.shape for name, array in feeds.items() if not array.size}
+        for name, shape in empty.items():
+            if nothing or shape[0] == 0 or len(empty) == len(feeds):
+                reason = f"{name} has shape {describe(shape)}; {nothing or no_rows} cannot run without rows or steps"
+                raise InputRefused(reason, reason)
 
     def _run(
         self, session: Session, names: list[str], feeds: Mapping[str, Array], options: Any = None, seconds: float = 0

@@ -19,6 +19,19 @@ if TYPE_CHECKING:
 # The external data file of reference.onnx. It does not exist: its weights are rebuilt from bf16 and the residual.
 REBUILT = "residual.rebuilt"
 
+# Operators that end the process in some ONNX Runtime of 1.24 to 1.32 (SIGABRT, SIGFPE, SIGSEGV): if a tensor is empty…
+_END_ON_NOTHING = {
+    *(("", name) for name in ("ConvTranspose", "DFT", "GRU", "GridSample", "LSTM", "Unique")),
+    ("ai.onnx.ml", "FeatureVectorizer"),
+    ("com.microsoft", "DynamicQuantizeLSTM"),
+}
+# …and if there are no rows. Their models may be given an empty cache of keys.
+_END_ON_NO_ROWS = {
+    *(("", name) for name in ("Einsum", "OneHot")),
+    *(("com.microsoft", name) for name in ("GroupQueryAttention", "MultiHeadAttention", "QAttention")),
+    *(("com.microsoft", name) for name in ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization")),
+}
+
 
 def check_locations(path: Path, allowed: Collection[str]) -> ModelProto:
     """Return the graph in ``path``; ArtifactError if one of its tensors is in a file that is not ``allowed``.
@@ -64,12 +77,14 @@ def kernel_for(model: Path | bytes | ModelProto) -> Kernel:
     return replace(usable_kernel(rounds=any(BF16 in name for name in ours)), operators=tuple(sorted(ours)))
 
 
-def ends_on_nothing(model: ModelProto, kernel: Kernel) -> bool:
-    """Return whether ONNX Runtime runs a GRU or LSTM of the graph: without rows or steps, these end the process.
+def ends_on_nothing(model: ModelProto, kernel: Kernel) -> tuple[str, str]:
+    """Return operators that ONNX Runtime runs: one that ends the process on empty tensors, and one on no rows; or "".
 
     With ``kernel``, the bodies of its operators' functions do not run.
     """
-    return not {("", "GRU"), ("", "LSTM")}.isdisjoint(_operators(model, bodies=not kernel.path))
+    used = _operators(model, bodies=not kernel.path)
+    ends = [min((name for _, name in used & each), default="") for each in (_END_ON_NOTHING, _END_ON_NO_ROWS)]
+    return ends[0], ends[1]
 
 
 def _operators(model: ModelProto, *, bodies: bool) -> set[tuple[str, str]]:
