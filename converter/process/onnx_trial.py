@@ -71,8 +71,7 @@ def main() -> None:
     memory = _limit_memory()
     try:
         _check_rules(path)
-        _check_sizes(path)
-        _open_and_run(path)
+        _open_and_run(path, _check_sizes(path))
     except SourceError as error:
         _end(_INVALID, str(error))
     except RuntimeFailure as error:
@@ -114,8 +113,10 @@ def _check_rules(path: Path) -> None:
             raise SourceError(brief(text)) from error
 
 
-def _check_sizes(path: Path) -> None:
+def _check_sizes(path: Path) -> Any:
     """Infer shapes as the conversion will, in :data:`_INFERENCE` of memory; RuntimeFailure if that is too little.
+
+    Returns the graph, without weights.
 
     ONNX's inference also computes sizes from constants: each Concat may double their number, and a Reshape makes a
     dimension of each. Without weights, a model takes some megabytes.
@@ -147,6 +148,7 @@ def _check_sizes(path: Path) -> None:
             if rank > _MOST_DIMENSIONS:
                 most = f"arrays have {_MOST_DIMENSIONS} at most"
                 raise RuntimeFailure(f"tensor {value.name!r} has {rank} dimensions, and {most}")
+    return model
 
 
 def _graphs(graphs: Iterable[Any]) -> Iterator[Any]:
@@ -157,8 +159,10 @@ def _graphs(graphs: Iterable[Any]) -> Iterator[Any]:
             yield from _graphs((attribute.g, *attribute.graphs))
 
 
-def _open_and_run(path: Path) -> None:
+def _open_and_run(path: Path, graph: Any) -> None:
     """Open a session and run it once; MemoryError if either needs too much memory, RuntimeFailure if it cannot open."""
+    from bf16kit.runtime.ort.emptytensors import EmptyTensors
+    from bf16kit.runtime.ort.kernel import NOT_NEEDED
     from bf16kit.runtime.ort.session import open_session
 
     try:
@@ -167,9 +171,10 @@ def _open_and_run(path: Path) -> None:
     except RuntimeFailure as error:
         _check_memory(error, (*_NO_MEMORY, *_NO_SIZE))  # releases that compute constants here know their sizes
         raise
-    overflow = ""
+    overflow, empty = "", EmptyTensors(graph, NOT_NEEDED)
     for feeds in _feeds(session):
         try:
+            empty.check(feeds)
             session.run(None, feeds)
             return
         except Exception as error:  # noqa: BLE001 - mostly the sizes, which do not fit

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from bf16kit.messages.errors import InputRefused, RuntimeFailure
 from bf16kit.messages.wording import brief
-from bf16kit.numerics.tensors import TensorSpec, describe
+from bf16kit.numerics.tensors import TensorSpec
 from bf16kit.runtime import CPU, Array, RuntimeInfo, canonical
+from bf16kit.runtime.ort.emptytensors import EmptyTensors
 from bf16kit.runtime.ort.kernel import NOT_NEEDED
-from bf16kit.runtime.ort.onnxgraph import ends_on_nothing, kernel_for, parsed
+from bf16kit.runtime.ort.onnxgraph import kernel_for, parsed
 from bf16kit.runtime.ort.session import Session, open_session, run_options_with_timeout, run_with_values
 from bf16kit.runtime.probe import probe_onnx
 
@@ -48,7 +49,7 @@ class OnnxRuntime:
         if graph is None:
             graph = parsed(model)
         kernel = kernel_for(graph) if device == CPU else NOT_NEEDED
-        self._ends_on_nothing = ends_on_nothing(graph, kernel)
+        self._empty_tensors = EmptyTensors(graph, kernel)
         del graph  # its weights, if they are in it, need not be in memory twice
         session = open_session(model, device=device, library=kernel.library, operators=kernel.operators, **options)
         self.inputs, self.outputs = tuple(inputs), tuple(outputs)
@@ -74,21 +75,12 @@ class OnnxRuntime:
         session = self._session
         if session is None:
             raise RuntimeFailure("the model is closed")
-        if any(self._ends_on_nothing):
-            self._refuse_nothing(feeds)
+        self._empty_tensors.check(feeds)
         names = self._output_names if outputs is None else list(outputs)
         if seconds is None:
             return self._run(session, names, feeds)
         with run_options_with_timeout(seconds) as options:
             return self._run(session, names, feeds, options, seconds)
-
-    def _refuse_nothing(self, feeds: Mapping[str, Array]) -> None:
-        nothing, no_rows = self._ends_on_nothing
-        empty = {name: array.shape for name, array in feeds.items() if not array.size}
-        for name, shape in empty.items():
-            if nothing or shape[0] == 0 or len(empty) == len(feeds):
-                reason = f"{name} has shape {describe(shape)}; {nothing or no_rows} cannot run without rows or steps"
-                raise InputRefused(reason, reason)
 
     def _run(
         self, session: Session, names: list[str], feeds: Mapping[str, Array], options: Any = None, seconds: float = 0

@@ -19,19 +19,6 @@ if TYPE_CHECKING:
 # The external data file of reference.onnx. It does not exist: its weights are rebuilt from bf16 and the residual.
 REBUILT = "residual.rebuilt"
 
-# Operators that end the process in some ONNX Runtime of 1.24 to 1.32 (SIGABRT, SIGFPE, SIGSEGV): if a tensor is empty…
-_END_ON_NOTHING = {
-    *(("", name) for name in ("ConvTranspose", "DFT", "GRU", "GridSample", "LSTM", "Unique")),
-    ("ai.onnx.ml", "FeatureVectorizer"),
-    ("com.microsoft", "DynamicQuantizeLSTM"),
-}
-# …and if there are no rows. Their models may be given an empty cache of keys.
-_END_ON_NO_ROWS = {
-    *(("", name) for name in ("Einsum", "OneHot")),
-    *(("com.microsoft", name) for name in ("GroupQueryAttention", "MultiHeadAttention", "QAttention")),
-    *(("com.microsoft", name) for name in ("SkipLayerNormalization", "SkipSimplifiedLayerNormalization")),
-}
-
 
 def check_locations(path: Path, allowed: Collection[str]) -> ModelProto:
     """Return the graph in ``path``; ArtifactError if one of its tensors is in a file that is not ``allowed``.
@@ -58,7 +45,7 @@ def check_locations(path: Path, allowed: Collection[str]) -> ModelProto:
 
 def all_tensors(message: Message) -> Iterator[TensorProto]:
     """Yield every tensor in ``message``: initializers, dense or sparse, and attributes, at any depth."""
-    return _messages(message, "TensorProto")
+    return messages(message, "TensorProto")
 
 
 def locations(tensor: TensorProto) -> list[str]:
@@ -71,26 +58,12 @@ def kernel_for(model: Path | bytes | ModelProto) -> Kernel:
 
     Raises :class:`ConfigError` as :func:`~bf16kit.runtime.ort.kernel.configured_kernel` does.
     """
-    ours = {name for domain, name in _operators(parsed(model), bodies=False) if domain == DOMAIN}
+    model = parsed(model)
+    used = (model.graph, *(function for function in model.functions if function.domain != DOMAIN))
+    ours = {node.op_type for part in used for node in messages(part, "NodeProto") if node.domain == DOMAIN}
     if not ours:
         return NOT_NEEDED
     return replace(usable_kernel(rounds=any(BF16 in name for name in ours)), operators=tuple(sorted(ours)))
-
-
-def ends_on_nothing(model: ModelProto, kernel: Kernel) -> tuple[str, str]:
-    """Return operators that ONNX Runtime runs: one that ends the process on empty tensors, and one on no rows; or "".
-
-    With ``kernel``, the bodies of its operators' functions do not run.
-    """
-    used = _operators(model, bodies=not kernel.path)
-    ends = [min((name for _, name in used & each), default="") for each in (_END_ON_NOTHING, _END_ON_NO_ROWS)]
-    return ends[0], ends[1]
-
-
-def _operators(model: ModelProto, *, bodies: bool) -> set[tuple[str, str]]:
-    """Return the domains and names of operators at any depth; with ``bodies``, also of those that our own stand for."""
-    used = (model.graph, *(function for function in model.functions if bodies or function.domain != DOMAIN))
-    return {(node.domain, node.op_type) for part in used for node in _messages(part, "NodeProto")}
 
 
 def read_in_place(model: ModelProto, *, kernel: bool = False, products: bool = False) -> set[str]:
@@ -114,7 +87,7 @@ def read_in_place(model: ModelProto, *, kernel: bool = False, products: bool = F
             else:
                 in_place = products and dtype == fp32 and reader in (("MatMul", 1), ("Gemm", 1))
             (found if in_place and node.domain in ("", "ai.onnx", DOMAIN) else others).add(name)
-        for inner in _messages(node, "GraphProto"):  # in a subgraph, the name may stand for another tensor
+        for inner in messages(node, "GraphProto"):  # in a subgraph, the name may stand for another tensor
             others.update(output.name for output in inner.output)
             others.update(name for each in inner.node for name in each.input)
     return found - others
@@ -141,7 +114,7 @@ def parsed(model: Path | bytes | ModelProto) -> ModelProto:
     return onnx.ModelProto()
 
 
-def _messages(message: Message, kind: str) -> Iterator[Any]:
+def messages(message: Message, kind: str) -> Iterator[Any]:
     """Yield the messages of type ``kind`` in ``message``, itself included: in subgraphs and functions, too."""
     name = message.DESCRIPTOR.name
     if name == kind:
@@ -151,4 +124,4 @@ def _messages(message: Message, kind: str) -> Iterator[Any]:
     for descriptor, value in message.ListFields():
         if descriptor.message_type is not None:
             for inner in value if descriptor.is_repeated else (value,):
-                yield from _messages(inner, kind)
+                yield from messages(inner, kind)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from converting import Cli, tree
+from converting import ONNX_ONLY, Cli, process, tree
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 import graphs
@@ -161,6 +161,23 @@ def test_large_constants_take_no_memory_while_shapes_are_inferred(tmp_path: Path
     source.graph.node[0].CopyFrom(helper.make_node("If", ["c"], ["y"], then_branch=then, else_branch=otherwise))
     (tmp_path / "m.onnx").write_bytes(source.SerializeToString())
     onnx_trial.check(tmp_path / "m.onnx")
+
+
+@pytest.mark.long
+def test_sizes_that_crash_the_library_do_not_keep_a_model_from_being_converted(tmp_path: Path, target: Path) -> None:
+    """ONNX Runtime 1.31 divides by the height of what MaxPool gives behind a Conv: for an image of one line by 0."""
+    proto = graphs.parsed(
+        """(float[batch, 16, height, width] x) => (float[batch, 64] y) {
+            conv = Conv <pads = [1, 1, 1, 1]> (x, kernel)
+            pooled = MaxPool <kernel_shape = [3, 3], strides = [2, 2]> (conv)
+            mean = ReduceMean <keepdims = 0> (pooled, axes) y = MatMul (mean, weight)
+        }""",
+        kernel=graphs.values(32, 16, 3, 3),
+        axes=np.array([2, 3]),
+        weight=graphs.values(32, 64),
+    )
+    (tmp_path / "m.onnx").write_bytes(proto.SerializeToString())
+    process("checkpoint", tmp_path / "m.onnx", "--out", target, "--profile", "cpu", *ONNX_ONLY).published()
 
 
 def test_a_graph_that_crashes_the_library_is_reported(
