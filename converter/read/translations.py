@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -22,6 +23,16 @@ def _log_sigmoid(self: Any) -> Any:
     from onnxscript import opset22 as op
 
     return op.Neg(op.Softplus(op.Neg(self)))
+
+
+def _conv3d(
+    self: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
+) -> Any:
+    """Translate ``conv3d``; torch's own gives one without a bias a bias [channels, 2], which no runtime takes."""
+    from onnxscript import opset22 as op
+
+    strides, pads, dilations = (np.broadcast_to(each, 3).tolist() for each in (stride, padding, dilation))
+    return op.Conv(self, weight, bias, strides=strides, pads=pads * 2, dilations=dilations, group=groups)
 
 
 _MEAN, _LARGEST = 1, 2  # modes of embedding_bag; 0 is the sum
@@ -74,6 +85,7 @@ def _embedding_bag(
 
 
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.ops.aten.conv3d.default: _conv3d,
     torch.ops.aten.copy.default: _copied,
     torch.ops.aten.embedding_bag.padding_idx: _embedding_bag,
     torch.ops.aten.log_sigmoid.default: _log_sigmoid,
