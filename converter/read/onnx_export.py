@@ -17,7 +17,7 @@ from bf16kit.converter.read.branches import size_conditions
 from bf16kit.converter.read.simplify import bind, simplify
 from bf16kit.converter.read.sources import parameters_of
 from bf16kit.converter.read.statedict import to_torch
-from bf16kit.converter.read.translations import TRANSLATIONS
+from bf16kit.converter.read.translations import TRANSLATIONS, PoolsOfAnyLength
 from bf16kit.converter.source import CHANGED, Array, Feeds, TorchModel
 from bf16kit.messages.errors import ConversionError
 from bf16kit.numerics.tensors import TensorSpec, describe
@@ -91,7 +91,7 @@ def to_onnx(model: TorchModel, tensors: Mapping[str, Array]) -> ir.Model:
         # An export leaves torch's unrolling of steps here, and the next one would take it: their number would be fixed.
         recurrence._dispatch_cache.clear()
     try:
-        with quiet(), torch.no_grad():
+        with quiet(), torch.no_grad(), PoolsOfAnyLength():
             program = torch.onnx.export(
                 model.module,
                 model.example,

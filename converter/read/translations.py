@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 
 
 def _copied(self: Any, src: Any, non_blocking: bool = False) -> Any:
@@ -82,6 +83,36 @@ def _embedding_bag(
     if include_last_offset:
         found = op.Slice(found, nought, op.Neg(one))
     return found, *(op.Identity(offsets) for _ in range(3))  # for training; torch gives each a name and a shape
+
+
+_MAX_POOL_1D = (torch.max_pool1d, torch.nn.functional.max_pool1d)
+
+
+class PoolsOfAnyLength(TorchFunctionMode):
+    """While a module is exported, ``max_pool1d`` is a ``max_pool2d`` of height 1: torch would fix the length."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if function not in _MAX_POOL_1D or kwargs.get("return_indices"):
+            return function(*args, **kwargs)
+        kwargs.pop("return_indices", None)
+        return _pooled(*args, **kwargs)
+
+
+def _pooled(
+    x: torch.Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+) -> torch.Tensor:
+    def along(value: Any, other: int) -> list[int]:
+        return [other, *(value if isinstance(value, list | tuple) else [value])]
+
+    window, step = along(kernel_size, 1), along(stride or kernel_size, 1)
+    found = torch.max_pool2d(x.unsqueeze(-2), window, step, along(padding, 0), along(dilation, 1), ceil_mode)
+    return found.squeeze(-2)
 
 
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {

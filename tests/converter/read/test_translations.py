@@ -99,3 +99,19 @@ def test_the_weights_of_what_is_in_a_bag_are_an_input() -> None:
     wanted = module(*map(torch.from_numpy, fed.values())).detach().numpy()
     found = run(to_onnx(adapt(module, specs), {}), specs, **fed)["output"]
     np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [nn.MaxPool1d(2), nn.MaxPool1d(3, 2, 1), nn.MaxPool1d(kernel_size=(2,), dilation=2, ceil_mode=True)],
+    ids=str,
+)
+def test_the_length_that_is_pooled_is_free(pool: nn.Module) -> None:
+    """torch's own export fixes it."""
+    specs = (TensorSpec("input", "float32", ("batch", 4, "length")),)
+    graph = to_onnx(adapt(nn.Sequential(nn.Conv1d(4, 4, 1), pool), specs), {})
+    again = to_onnx(adapt(pool, specs), {})
+    for length in (5, 12):
+        x = graphs.values(2, 4, length)
+        assert run(graph, specs, input=x)["output"].shape == pool(torch.from_numpy(x)).shape
+        np.testing.assert_array_equal(run(again, specs, input=x)["output"], pool(torch.from_numpy(x)).numpy())
