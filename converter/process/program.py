@@ -6,7 +6,6 @@ import os
 import platform
 import sys
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 
 _ALWAYS = ("bf16kit", "ml_dtypes", "numpy", "onnx", "onnx-ir", "onnxruntime", "onnxruntime-gpu", "safetensors")
@@ -28,7 +27,6 @@ def onnxruntime() -> str | None:
     return version_of("onnxruntime") or version_of("onnxruntime-gpu")
 
 
-@cache
 def version_of(name: str) -> str | None:
     """Return the version of an installed package; None if it is not installed."""
     from importlib.metadata import PackageNotFoundError, version  # a child process, which asks for none, starts faster
