@@ -30,10 +30,14 @@ def _conv3d(
     self: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1
 ) -> Any:
     """Translate ``conv3d``; torch's own gives one without a bias a bias [channels, 2], which no runtime takes."""
-    from onnxscript import opset22 as op
+    from onnxscript import opset22
 
+    op: Any = opset22  # its types do not allow that one result is another operator's input
     strides, pads, dilations = (np.broadcast_to(each, 3).tolist() for each in (stride, padding, dilation))
-    return op.Conv(self, weight, bias, strides=strides, pads=pads * 2, dilations=dilations, group=groups)
+    batched, first = len(self.shape) == len(weight.shape), op.Constant(value_ints=[0])
+    x = self if batched else op.Unsqueeze(self, first)
+    found = op.Conv(x, weight, bias, strides=strides, pads=pads * 2, dilations=dilations, group=groups)
+    return found if batched else op.Squeeze(found, first)
 
 
 _MEAN, _LARGEST = 1, 2  # modes of embedding_bag; 0 is the sum
@@ -100,7 +104,7 @@ class PoolsOfAnyLength(TorchFunctionMode):
 
 
 def _pooled(
-    x: torch.Tensor,
+    input: torch.Tensor,
     kernel_size: Any,
     stride: Any = None,
     padding: Any = 0,
@@ -111,7 +115,7 @@ def _pooled(
         return [other, *(value if isinstance(value, list | tuple) else [value])]
 
     window, step = along(kernel_size, 1), along(stride or kernel_size, 1)
-    found = torch.max_pool2d(x.unsqueeze(-2), window, step, along(padding, 0), along(dilation, 1), ceil_mode)
+    found = torch.max_pool2d(input.unsqueeze(-2), window, step, along(padding, 0), along(dilation, 1), ceil_mode)
     return found.squeeze(-2)
 
 

@@ -1,7 +1,7 @@
 """Refuses inputs on which ONNX Runtime would end the process: some of its operators do if a tensor has no elements.
 
 A client's request may have no rows, or so small an image that nothing of it is left behind some pools. So the shapes
-within such a graph are inferred, unless inputs that were no larger have run before.
+within such a graph are inferred, unless inputs that were no larger have run before. Both branches of an ``If`` count.
 """
 
 from __future__ import annotations
@@ -51,22 +51,28 @@ class EmptyTensors:
         self._lock = threading.Lock()
         self._enough: list[tuple[int, ...]] = []  # the smallest sizes of inputs that were large enough
 
-    def check(self, feeds: Mapping[str, Array]) -> None:
-        """Raise :class:`InputRefused` if ONNX Runtime would end the process on inputs of these shapes."""
+    def check(self, feeds: Mapping[str, Array]) -> tuple[int, ...]:
+        """Raise :class:`InputRefused` if ONNX Runtime would end the process on inputs of these shapes.
+
+        Returns the sizes for :meth:`ran`, () if no smaller ones need to be known.
+        """
         if self._model is None:
-            return
+            return ()
         sizes = tuple(size for name in self._names if name in feeds for size in feeds[name].shape)
         if any(_covers(sizes, enough) for enough in self._enough):
-            return
+            return ()
         with self._lock:
             found = self._inferred(self._model, feeds)
-            if not found:
-                others = [each for each in self._enough if not _covers(each, sizes)]
-                self._enough = [sizes, *others[: _KEPT - 1]]
         if found:
             given = ", ".join(f"{name} {describe(array.shape)}" for name, array in feeds.items())
             reason = f"the inputs are too small: with {given}, nothing is left for the model's {found}"
             raise InputRefused(reason, reason)
+        return sizes
+
+    def ran(self, sizes: tuple[int, ...]) -> None:
+        """Infer no shapes again for inputs that are no smaller than these, on which ONNX Runtime has run."""
+        with self._lock:
+            self._enough = [sizes, *(each for each in self._enough if not _covers(each, sizes))][:_KEPT]
 
     def _inferred(self, model: ModelProto, feeds: Mapping[str, Array]) -> str:
         """Return the operator that would get, or give, a tensor without elements; "" if none is known to."""
@@ -76,12 +82,16 @@ class EmptyTensors:
             del edge.type.tensor_type.shape.dim[:]
             for size in feeds[edge.name].shape if edge.name in feeds else ():
                 edge.type.tensor_type.shape.dim.add().dim_value = size
-        try:
-            graph = shape_inference.infer_shapes(model, data_prop=True).graph
-        except Exception:  # noqa: BLE001 - the shapes do not fit, as ONNX Runtime will report
-            return ""
         # What is behind an operator without shape inference is unknown: it has no rows if an input has none.
         other = 0 if any(array.shape[:1] == (0,) for array in feeds.values()) else 1
+        try:
+            graph = shape_inference.infer_shapes(model, strict_mode=True, data_prop=True).graph
+        except Exception:  # noqa: BLE001 - sizes do not fit, which ONNX Runtime reports, but not of an empty tensor
+            other = 0 if any(0 in array.shape for array in feeds.values()) else 1
+            try:
+                graph = shape_inference.infer_shapes(model, data_prop=True).graph
+            except Exception:  # noqa: BLE001 - ONNX does not know the graph's opsets, for one
+                return ""
         values = [edge for edge in messages(graph, "ValueInfoProto") if edge.type.tensor_type.HasField("shape")]
         sizes = {edge.name: _sizes(edge, other) for edge in values}
         sizes |= {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
@@ -117,7 +127,8 @@ def _without_weights(model: ModelProto) -> ModelProto:
 
     copied = onnx.ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, functions=model.functions)
     copied.graph.node.extend(model.graph.node)
-    copied.graph.input.extend(model.graph.input)
+    weights = {tensor.name for tensor in model.graph.initializer}  # up to IR version 3, these are inputs as well
+    copied.graph.input.extend(edge for edge in model.graph.input if edge.name not in weights)
     for edge in model.graph.output:
         copied.graph.output.add(name=edge.name)
     for tensor in model.graph.initializer:

@@ -75,12 +75,16 @@ class OnnxRuntime:
         session = self._session
         if session is None:
             raise RuntimeFailure("the model is closed")
-        self._empty_tensors.check(feeds)
+        sizes = self._empty_tensors.check(feeds)
         names = self._output_names if outputs is None else list(outputs)
         if seconds is None:
-            return self._run(session, names, feeds)
-        with run_options_with_timeout(seconds) as options:
-            return self._run(session, names, feeds, options, seconds)
+            found = self._run(session, names, feeds)
+        else:
+            with run_options_with_timeout(seconds) as options:
+                found = self._run(session, names, feeds, options, seconds)
+        if sizes:
+            self._empty_tensors.ran(sizes)
+        return found
 
     def _run(
         self, session: Session, names: list[str], feeds: Mapping[str, Array], options: Any = None, seconds: float = 0

@@ -272,12 +272,12 @@ def test_no_constant_is_folded_into_a_larger_one() -> None:
 
 
 def test_the_time_to_simplify_a_graph_does_not_grow_with_pairs_of_nodes() -> None:
-    """A rule that matches two nodes at once tries every pair of nodes: here it took 4 s."""
-    steps = " ".join(f"v{index + 1} = Slice (v0, v{index}, end)" for index in range(500))
-    model = ir.from_proto(graphs.parsed(f"(int64[2] v0, int64[1] end) => (int64[2] v500) {{ {steps} }}"))
+    """A rule that matches two nodes at once tries every pair of nodes: 500 took 4 s."""
+    steps = " ".join(f"v{index + 1} = Slice (v0, v{index}, end)" for index in range(1000))
+    model = ir.from_proto(graphs.parsed(f"(int64[2] v0, int64[1] end) => (int64[2] v1000) {{ {steps} }}"))
     begun = time.process_time()
     simplify.simplify(model)
-    assert time.process_time() - begun < 2
+    assert time.process_time() - begun < 6
 
 
 class _Halves(nn.Module):

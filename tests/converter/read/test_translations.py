@@ -40,11 +40,11 @@ def test_what_is_copied_into_a_part_of_a_tensor_is_broadcast_to_it() -> None:
     np.testing.assert_array_equal(found, _Copying()(torch.from_numpy(x)).numpy())
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_volumes_are_convolved_with_and_without_a_bias(bias: bool) -> None:
+@pytest.mark.parametrize(("bias", "batch"), [(False, ("batch",)), (True, ("batch",)), (True, ())])
+def test_volumes_are_convolved_with_and_without_a_bias_or_a_batch(bias: bool, batch: tuple[str, ...]) -> None:
     module = nn.Conv3d(2, 4, (1, 3, 3), stride=(1, 2, 2), padding=(0, 1, 1), groups=2, bias=bias).requires_grad_(False)
-    inputs = (TensorSpec("x", "float32", ("batch", 2, 3, "h", 8)),)
-    x = graphs.values(2, 2, 3, 6, 8)
+    inputs = (TensorSpec("x", "float32", (*batch, 2, 3, "h", 8)),)
+    x = graphs.values(*[2 for _ in batch], 2, 3, 6, 8)
     found = run(to_onnx(adapt(module, inputs), {}), inputs, x=x)["output"]
     np.testing.assert_allclose(found, module(torch.from_numpy(x)).numpy(), rtol=1e-5, atol=1e-6)
 

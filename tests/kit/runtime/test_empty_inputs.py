@@ -123,3 +123,16 @@ def test_a_small_input_of_which_nothing_is_left_within_the_graph_is_refused() ->
         loaded.run({"x": zeros(runs)})
         with pytest.raises(InputRefused, match=r"nothing is left for the model's (MaxPool|GRU)$"):
             loaded.run({"x": zeros(ends)})
+
+
+def test_inputs_that_onnx_runtime_refuses_do_not_make_room_for_others() -> None:
+    """Nor do sizes that do not fit hide an empty tensor: ONNX Runtime joins it with one of another batch."""
+    attend = 'y = Einsum <equation = "bihd,bjhd->bhij"> (k, k)'
+    added = runtime(f"k = Add (x, p) {attend}", {}, x=4, p=4)
+    for batch in (2, 3):
+        with pytest.raises(InputRefused):
+            added.run({"x": zeros((batch, 0, 2, 4)), "p": zeros((3, 0, 2, 4))})
+    with pytest.raises(InputRefused, match="nothing is left"):
+        runtime(f"k = Concat <axis = 1> (x, p) {attend}", {}, x=4, p=4).run(
+            {"x": zeros((1, 0, 2, 4)), "p": zeros((2, 0, 2, 4))}
+        )
