@@ -36,7 +36,7 @@ def size_conditions(program: torch.export.ExportedProgram, inputs: Sequence[Tens
         for size, dim in zip(values[str(name)].shape, spec.shape, strict=True):
             if isinstance(size, torch.SymInt) and isinstance(dim, str):
                 asserted = size.node.shape_env.deferred_runtime_asserts.values() if not free else ()
-                recorded += [each.expr for one in asserted for each in one]
+                recorded += [_plain(each.expr) for one in asserted for each in one]
                 free[str(size.node.expr)] = dim
     dims = [*dict.fromkeys(free.values())]
     exponents = np.random.default_rng(0).uniform(math.log2(_SMALLEST), math.log2(_LARGEST), (_TRIED, len(dims)))
@@ -51,6 +51,16 @@ def size_conditions(program: torch.export.ExportedProgram, inputs: Sequence[Tens
                 found.append(SizeCondition(re.sub(r"\bs\d+\b", lambda symbol: free[symbol[0]], text), holds))
             tried = kept
     return found
+
+
+def _plain(condition: Any) -> Any:
+    """Return ``a == min(a, b)``, which torch records of a part of a table, as ``a <= b``, and the same of ``max``."""
+    sides = condition.args if condition.func.__name__ == "Equality" else ()
+    for one, other in (sides, sides[::-1]) if sides else ():
+        name, bounds = other.func.__name__, [each for each in other.args if each != one]
+        if name in ("Max", "Min") and len(bounds) == 1 and one in other.args:
+            return one <= bounds[0] if name == "Min" else one >= bounds[0]
+    return condition
 
 
 def _holds(condition: Any, free: Mapping[str, str], sizes: Mapping[str, int]) -> bool:

@@ -314,6 +314,19 @@ def test_the_sizes_for_which_a_graph_holds_are_told() -> None:
         assert (wide.holds(sizes), filled.holds(sizes)) == (w >= 4, h % 4 != 0)
 
 
+def test_a_table_of_positions_bounds_the_size_in_plain_words() -> None:
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.zeros(12, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.table[: x.shape[1]]
+
+    graph = to_onnx(adapt(Positions(), (TensorSpec("x", "float32", ("batch", "seq", 4)),)), {})
+    assert [each.text for each in graph.meta[SIZES]] == ["seq <= 12"]
+
+
 def test_chunks_of_a_free_dimension_are_exported() -> None:
     """onnxscript's evaluator raises at their SplitToSequence."""
 
