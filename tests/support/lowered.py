@@ -16,10 +16,11 @@ from bf16kit.artifact.artifact import Artifact
 from bf16kit.artifact.manifest import Manifest, Plan, ProfileEntry, Source, SpecEntry
 from bf16kit.artifact.publish import staging
 from bf16kit.converter.plan import Planned, make_plan
+from bf16kit.converter.read.sources import output_specs
 from bf16kit.converter.rewrite import Prepared, prepare
 from bf16kit.converter.rewrite.explicit import floating_tensors
 from bf16kit.converter.verify.running import emulation
-from bf16kit.converter.write.graphs import write_graphs
+from bf16kit.converter.write.graphs import serialize, write_graphs
 from bf16kit.converter.write.weights import Rounding, StoredWeights, write_weights
 from bf16kit.numerics.rounding import Subnormals
 from bf16kit.numerics.tensors import BY_ONNX, TensorSpec
@@ -34,6 +35,11 @@ _PROFILES = {
     "cpu-bf16": ProfileEntry(format="onnx", graph="cpu-bf16.onnx", precision="bf16", verified="host"),
     "cuda": ProfileEntry(format="onnx", graph="cuda.onnx", precision="bf16", verified="emulated"),
 }
+
+
+def run_exported(graph: ir.Model, inputs: Sequence[TensorSpec], **feeds: NDArray[Any]) -> dict[str, NDArray[Any]]:
+    """Run a graph as the converter reads it from a source."""
+    return OnnxRuntime(serialize(graph), inputs, output_specs(graph), precision="fp32").run(feeds)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ within such a graph are inferred, unless inputs that were no larger have run bef
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from operator import ge
 from typing import TYPE_CHECKING, Any
 
@@ -96,12 +96,17 @@ class EmptyTensors:
         sizes = {edge.name: _sizes(edge, other) for edge in values}
         sizes |= {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
         for node in messages(graph, "NodeProto"):
-            if _key(node) in self._ends:
-                pool = node.op_type in _POOLS
-                for name in node.output[:1] if pool else (*node.input[:_OPERANDS], *node.output[:1]):
-                    if name and any(size <= 0 for size in sizes.get(name, (other,) * 3)[2 if pool else 0 :]):
-                        return str(node.op_type)
+            if _key(node) in self._ends and any(size <= 0 for size in _operand_sizes(node, sizes, other)):
+                return str(node.op_type)
         return ""
+
+
+def _operand_sizes(node: NodeProto, sizes: Mapping[str, tuple[int, ...]], other: int) -> Iterator[int]:
+    """Yield what must not be 0: of a pool the sizes of the image that it gives, of others those of all operands."""
+    pool = node.op_type in _POOLS
+    for name in node.output[:1] if pool else (*node.input[:_OPERANDS], *node.output[:1]):
+        if name:
+            yield from sizes.get(name, (other,) * 3)[2 if pool else 0 :]
 
 
 def _covers(sizes: tuple[int, ...], smaller: tuple[int, ...]) -> bool:

@@ -38,7 +38,7 @@ Session: TypeAlias = Any  # onnxruntime.InferenceSession: the package has no typ
 _CUDA_PROVIDER = "CUDAExecutionProvider"
 _CPU_PROVIDER = "CPUExecutionProvider"
 _FATAL = 4
-_LONGEST = 2000  # bytes of a list of operators: an entry of the configuration holds 4,096
+_LONGEST = 2000  # bytes of a list of operators, well below what an entry of the configuration holds, 4,096
 _DRIVER = "libcuda.so.1"
 _CHECK = "check that nvidia-smi lists a device here (in a container: docker run --gpus all)"
 # CUDA's codes for a driver that is a stub or too old, no device, no such device, and a device that cannot be used.

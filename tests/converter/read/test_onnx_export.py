@@ -11,6 +11,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from architectures import Mlp, ModelOutput, Several, Tied, seeded
+from lowered import run_exported
 from numpy.typing import NDArray
 from torch import nn
 
@@ -20,10 +21,8 @@ from bf16kit.converter.graph.initializers import ComputedTensor
 from bf16kit.converter.read import simplify
 from bf16kit.converter.read.onnx_export import Untranslatable, adapt, to_onnx
 from bf16kit.converter.read.sources import kind_of, measured_outputs, output_specs
-from bf16kit.converter.write.graphs import serialize
 from bf16kit.messages.errors import ConversionError
 from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime.ort.onnx import OnnxRuntime
 
 X = (TensorSpec("x", "float32", ("batch", 16)),)
 IDS = (TensorSpec("ids", "int64", ("batch", "seq")),)
@@ -31,10 +30,6 @@ IDS = (TensorSpec("ids", "int64", ("batch", "seq")),)
 
 def tensors(module: nn.Module) -> dict[str, NDArray[Any]]:
     return {name: tensor.numpy() for name, tensor in module.state_dict().items()}
-
-
-def run(graph: ir.Model, inputs: tuple[TensorSpec, ...], **feeds: NDArray[Any]) -> dict[str, NDArray[Any]]:
-    return OnnxRuntime(serialize(graph), inputs, output_specs(graph), precision="fp32").run(feeds)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +124,7 @@ def test_a_parameter_may_have_the_name_of_any_other_value(name: str) -> None:
     graph = to_onnx(adapt(module, X), tensors(module))
     x = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
     expected = x @ module.get_parameter(name).detach().numpy()
-    np.testing.assert_allclose(run(graph, X, x=x)["output"], expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(run_exported(graph, X, x=x)["output"], expected, rtol=1e-5, atol=1e-5)
 
 
 class Recurrent(NamedTuple):
@@ -199,7 +194,7 @@ def test_nested_outputs_keep_their_parts(answer: Any, names: tuple[str, ...]) ->
     x = np.random.default_rng(0).standard_normal((3, 16)).astype(np.float32)
     with torch.no_grad():
         expected = model.module(torch.from_numpy(x))
-    for tensor, found in zip(expected, run(graph, X, x=x).values(), strict=True):
+    for tensor, found in zip(expected, run_exported(graph, X, x=x).values(), strict=True):
         np.testing.assert_allclose(found, tensor.detach().numpy(), rtol=1e-4, atol=1e-5)
 
 
@@ -292,7 +287,7 @@ def test_a_module_that_takes_even_sizes_only_is_exported_with_free_sizes() -> No
     inputs = (TensorSpec("x", "float32", ("batch", 1, "h", "w")),)
     graph = to_onnx(adapt(_Halves(), inputs), {})
     x = graphs.values(3, 1, 10, 6)
-    np.testing.assert_array_equal(run(graph, inputs, x=x)["output"], _Halves()(torch.from_numpy(x)).numpy())
+    np.testing.assert_array_equal(run_exported(graph, inputs, x=x)["output"], _Halves()(torch.from_numpy(x)).numpy())
 
 
 class _Filled(nn.Module):
@@ -351,7 +346,7 @@ def test_an_lstm_takes_any_number_of_steps_if_torch_does_not_fix_it() -> None:
     spec = (TensorSpec("x", "float32", ("batch", "steps", 4)),)
     for steps in (5, 11):
         x = graphs.values(2, steps, 4)
-        found = run(to_onnx(adapt(module, spec), {}), spec, x=x)["output"]
+        found = run_exported(to_onnx(adapt(module, spec), {}), spec, x=x)["output"]
         np.testing.assert_allclose(found, module(torch.from_numpy(x)).detach().numpy(), atol=1e-5)
 
 

@@ -3,26 +3,18 @@
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 import torch
-from numpy.typing import NDArray
+from lowered import run_exported
 from torch import nn
 
 import graphs
 from bf16kit.converter.read.onnx_export import adapt, to_onnx
-from bf16kit.converter.read.sources import output_specs
-from bf16kit.converter.write.graphs import serialize
 from bf16kit.numerics.tensors import TensorSpec
-from bf16kit.runtime.ort.onnx import OnnxRuntime
 
 X = (TensorSpec("x", "float32", ("batch", 16)),)
 IDS = TensorSpec("ids", "int64", ("batch", "seq"))
 OFFSETS = TensorSpec("offsets", "int64", ("bags",))
-
-
-def run(graph: ir.Model, inputs: tuple[TensorSpec, ...], **feeds: NDArray[Any]) -> dict[str, NDArray[Any]]:
-    return OnnxRuntime(serialize(graph), inputs, output_specs(graph), precision="fp32").run(feeds)
 
 
 class _Copying(nn.Module):
@@ -36,7 +28,7 @@ class _Copying(nn.Module):
 
 def test_what_is_copied_into_a_part_of_a_tensor_is_broadcast_to_it() -> None:
     x = graphs.values(3, 16)
-    found = run(to_onnx(adapt(_Copying(), X), {}), X, x=x)["output"]
+    found = run_exported(to_onnx(adapt(_Copying(), X), {}), X, x=x)["output"]
     np.testing.assert_array_equal(found, _Copying()(torch.from_numpy(x)).numpy())
 
 
@@ -45,13 +37,13 @@ def test_volumes_are_convolved_with_and_without_a_bias_or_a_batch(bias: bool, ba
     module = nn.Conv3d(2, 4, (1, 3, 3), stride=(1, 2, 2), padding=(0, 1, 1), groups=2, bias=bias).requires_grad_(False)
     inputs = (TensorSpec("x", "float32", (*batch, 2, 3, "h", 8)),)
     x = graphs.values(*[2 for _ in batch], 2, 3, 6, 8)
-    found = run(to_onnx(adapt(module, inputs), {}), inputs, x=x)["output"]
+    found = run_exported(to_onnx(adapt(module, inputs), {}), inputs, x=x)["output"]
     np.testing.assert_allclose(found, module(torch.from_numpy(x)).numpy(), rtol=1e-5, atol=1e-6)
 
 
 def test_the_logarithm_of_a_sigmoid_is_finite_where_the_sigmoid_vanishes() -> None:
     x = np.linspace(-200, 200, 48, dtype=np.float32).reshape(3, 16)
-    found = run(to_onnx(adapt(nn.LogSigmoid(), X), {}), X, x=x)["output"]
+    found = run_exported(to_onnx(adapt(nn.LogSigmoid(), X), {}), X, x=x)["output"]
     np.testing.assert_allclose(found, nn.LogSigmoid()(torch.from_numpy(x)).numpy(), rtol=1e-6, atol=1e-6)
 
 
@@ -73,7 +65,7 @@ def test_bags_are_summed_at_once_not_one_after_the_other(options: dict[str, Any]
     for offsets in ([0, 2, 2, 5, 9], [0], [0, 0, 9]):
         fed = {"input": ids, "offsets": np.array(offsets)}
         wanted = bag(**{name: torch.from_numpy(array) for name, array in fed.items()}).detach().numpy()
-        np.testing.assert_allclose(run(graph, specs, **fed)["output"], wanted, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(run_exported(graph, specs, **fed)["output"], wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])
@@ -81,8 +73,10 @@ def test_each_row_is_a_bag_also_none(dtype: str) -> None:
     bag, specs = nn.EmbeddingBag(50, 8, mode="max", padding_idx=0), (TensorSpec("input", dtype, ("batch", 3)),)
     graph = to_onnx(adapt(bag, specs), {})
     ids = np.array([[0, 0, 0], [3, 0, 9]], dtype)
-    np.testing.assert_array_equal(run(graph, specs, input=ids)["output"], bag(torch.from_numpy(ids)).detach().numpy())
-    assert run(graph, specs, input=ids[:0])["output"].shape == (0, 8)
+    np.testing.assert_array_equal(
+        run_exported(graph, specs, input=ids)["output"], bag(torch.from_numpy(ids)).detach().numpy()
+    )
+    assert run_exported(graph, specs, input=ids[:0])["output"].shape == (0, 8)
 
 
 def test_the_weights_of_what_is_in_a_bag_are_an_input() -> None:
@@ -97,7 +91,7 @@ def test_the_weights_of_what_is_in_a_bag_are_an_input() -> None:
     module, specs = Weighted(), (IDS, TensorSpec("weights", "float32", ("batch", "seq")))
     fed = {"ids": np.array([[3, 4, 3], [0, 49, 0]]), "weights": graphs.values(2, 3)}
     wanted = module(*map(torch.from_numpy, fed.values())).detach().numpy()
-    found = run(to_onnx(adapt(module, specs), {}), specs, **fed)["output"]
+    found = run_exported(to_onnx(adapt(module, specs), {}), specs, **fed)["output"]
     np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
 
 
@@ -113,5 +107,5 @@ def test_the_length_that_is_pooled_is_free(pool: nn.Module) -> None:
     again = to_onnx(adapt(pool, specs), {})
     for length in (5, 12):
         x = graphs.values(2, 4, length)
-        assert run(graph, specs, input=x)["output"].shape == pool(torch.from_numpy(x)).shape
-        np.testing.assert_array_equal(run(again, specs, input=x)["output"], pool(torch.from_numpy(x)).numpy())
+        assert run_exported(graph, specs, input=x)["output"].shape == pool(torch.from_numpy(x)).shape
+        np.testing.assert_array_equal(run_exported(again, specs, input=x)["output"], pool(torch.from_numpy(x)).numpy())
